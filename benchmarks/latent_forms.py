@@ -21,7 +21,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from specjax.costs.chips import gib
+from specjax.files.sizes import gib
 from specjax.pallas_kernels.tree_attention import tpu
 from specjax.planning.compiler import compile_programs
 from specjax.planning.inputs.topologies import one_of

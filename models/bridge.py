@@ -189,7 +189,7 @@ def _attention_fields(config: Config, layout: Layout | None, module_of: Callable
     def forward(
         params, tokens, cache, *, positions, mask, taps=(), earlier=None, layers=None, group=1, depth=None, run=None
     ):
-        loop = functools.partial(run_layers, group=group) if depth is None else SkippingLayers(depth)
+        loop = functools.partial(run_layers, group=group, taps=taps) if depth is None else SkippingLayers(depth)
         return module_of(params)(
             tokens, cache, positions=positions, mask=mask, taps=taps, earlier=earlier, layers=layers, layout=layout,
             run_layers=run or loop,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.arrays import batch_axes, platforms
+from specjax.arrays import batch_axes, platforms, texts
 from specjax.arrays.indexing import take_along
 from specjax.numerics.quantization import BITS, Quantized, quantize
 from specjax.types import Array, PyTree
@@ -134,11 +134,15 @@ def _commit_window(
 ) -> KVCache:
     """Append nodes in one window, as `commit` does."""
 
+    def along_path(new, axis):
+        shape = [1] * new.ndim
+        shape[axis - ROWS_BEFORE_TOKENS], shape[axis] = path.shape
+        return take_along(new, jnp.maximum(path, 0).reshape(shape), axis)
+
     def write(axis, slots, new):  # [..., B, K, S, h], [..., B, K, T, h]; of scales [..., B, K, S], [..., B, K, T]
         rows = axis - ROWS_BEFORE_TOKENS
-        shape = [1] * new.ndim
-        shape[rows], shape[axis] = path.shape
-        selected = take_along(new, jnp.maximum(path, 0).reshape(shape), axis)
+        # A gather of a whole chunk of the prompts would be one of the largest arrays of a prefill.
+        selected = new if texts.is_in_order(path) and path.shape[1] == new.shape[axis] else along_path(new, axis)
         if slots.dtype == BITS:
             selected = jax.lax.bitcast_convert_type(selected, BITS)
         selected, start = selected.astype(slots.dtype), cache.length + pending.write_dependency

@@ -385,8 +385,9 @@ def apply_mlps_in_order(x: Array, attention_outputs, feed) -> list[Array]:
 
 
 def run_layers(
-    layers, x: Array, shared: PassInputs, cache: kv.KVCache, settings: AttentionSettings, *, group: int = 1
-) -> tuple[list | Array, kv.Pending, PyTree]:
+    layers, x: Array, shared: PassInputs, cache: kv.KVCache, settings: AttentionSettings, *, group: int = 1,
+    taps: tuple[int, ...] | None = None,
+) -> tuple[list | dict[int, Array] | Array, kv.Pending, PyTree]:  # fmt: skip
     """Run the layers in order, adding each layer's attention and MLP outputs to the residual stream.
 
     Each layer has `attend(x, LayerInputs) -> y, (k, v)` and `feed(x, shared) -> y`. Unstacked layers are unrolled and
@@ -398,11 +399,13 @@ def run_layers(
       x: [B, T, D].
       group: number of consecutive middle layers whose attention reads the same stream, the input of the group
         (EasySpec). It cannot be combined with `shared.layers`.
+      taps: places in the residual stream that are read besides the last one. None: all.
 
-    Returns: the residual stream [layers + 1, B, T, D] (a list if unrolled), the pending keys and values, and
+    Returns: the residual stream [layers + 1, B, T, D] (a list if unrolled, and a dict by place if scanned with `taps`,
+      so that the other places take no memory), the pending keys and values, and
       `PassInputs.history` after the last layer, or None if `group` or `shared.layers` leave sublayers out of it.
     """
-    run = _unrolled if isinstance(layers, nnx.List) else _scanned
+    run = _unrolled if isinstance(layers, nnx.List) else functools.partial(_scanned, taps=taps)
     stream, pending, history = with_full_tile(lambda x: run(layers, x, shared, cache, settings, group), x)
     return stream, pending, history if group == 1 and shared.layers is None else None
 
@@ -470,9 +473,16 @@ def _unrolled(
 
 
 def _scanned(
-    layers, x: Array, shared: PassInputs, cache: kv.KVCache, settings: AttentionSettings, group: int
-) -> tuple[Array, kv.Pending, PyTree]:
+    layers, x: Array, shared: PassInputs, cache: kv.KVCache, settings: AttentionSettings, group: int,
+    taps: tuple[int, ...] | None,
+) -> tuple[dict[int, Array] | Array, kv.Pending, PyTree]:  # fmt: skip
     graphdef, state = nnx.split(layers)
+    num_layers = len(cache.k)
+    inner = sorted({tap for tap in taps or () if 0 < tap < num_layers})
+    stores_taps = taps is not None and group == 1
+    # Other layers write to the last place. A branch would copy the array.
+    place = np.full(num_layers + 1, len(inner), np.int32)
+    place[inner] = np.arange(len(inner))
     earlier = keys_and_values(shared.earlier)
 
     def inputs_of(layer: Array, history: PyTree) -> LayerInputs:
@@ -482,8 +492,8 @@ def _scanned(
         return LayerInputs(shared.replace(history=history), layer_cache, settings.at_layer(layer), runs)
 
     # The number of the first layer is carried. As an input of the scan it would be sliced out of an array.
-    def body(size: int, carried: tuple[Array, Array, PyTree], group_weights):
-        x, first, history = carried
+    def body(size: int, carried: tuple[Array, Array, PyTree, Array | None], group_weights):
+        x, first, history, tapped = carried
         if group_weights is not None:
             members = [LayerWeights(graphdef, merge_whole(group_weights, stacks, first))]
         else:
@@ -491,9 +501,12 @@ def _scanned(
         inputs = [inputs_of(first + i, history) for i in range(size)]
         if size == 1:
             x, new, history = apply_layer_with_history(members[0], x, inputs[0])
-            return (x, first + size, history), (x[None], jax.tree.map(lambda leaf: leaf[None], new))
+            if tapped is not None:
+                tapped = jax.lax.dynamic_update_index_in_dim(tapped, x, jnp.asarray(place)[first + 1], 0)
+            outputs = None if stores_taps else x[None]
+            return (x, first + size, history, tapped), (outputs, jax.tree.map(lambda leaf: leaf[None], new))
         outputs, new = _run_group([weights.block() for weights in members], x, inputs)
-        return (outputs[-1], first + size, history), (
+        return (outputs[-1], first + size, history, tapped), (
             jnp.stack(outputs),
             jax.tree.map(lambda *leaves: jnp.stack(leaves), *new),
         )
@@ -502,14 +515,20 @@ def _scanned(
     stacks = whole_params(state)
     sliced_state = state if group == 1 and shared.layers is None else None
     flat = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])  # [groups, layers of each, ..]
-    stream, new, history = [x[None]], [], shared.history
-    for start, size, count in layer_segments(len(cache.k), group):
-        carried = x, jnp.int32(start), history
-        (x, _, history), (outputs, pending) = jax.lax.scan(
+    embedded, stream, new, history = x, [x[None]], [], shared.history
+    tapped = jnp.zeros((len(inner) + 1, *x.shape), x.dtype) if stores_taps and inner else None
+    for start, size, count in layer_segments(num_layers, group):
+        carried = x, jnp.int32(start), history, tapped
+        (x, _, history, tapped), (outputs, pending) = jax.lax.scan(
             functools.partial(body, size), carried, sliced_state, length=count
         )
-        stream.append(flat(outputs))
+        stream.append(outputs if outputs is None else flat(outputs))
         new.append(jax.tree.map(flat, pending))
+    if stores_taps:
+        k, v = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *new)
+        by_place = dict(zip(inner, () if tapped is None else tapped, strict=False))
+        by_place |= {0: embedded, num_layers: x, -1: x}
+        return by_place, kv.Pending(k, v, shared.positions, kv.write_dependency(x)), history
     # Take the last stream from the scan carry, so that the others are not stored if they are unused.
     stream[-1] = stream[-1][:-1]
     k, v = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *new)

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from specjax.arrays import texts
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models.storage.joined import join_projections, split_projections
@@ -31,7 +32,7 @@ from specjax.numerics.global_arrays import with_auto_axes
 from specjax.numerics.quantization import Quantized
 from specjax.numerics.quantized_array import is_quantized
 from specjax.pallas_kernels.tree_attention.over_slots import shard_over_slots
-from specjax.types import Array, PyTree
+from specjax.types import Array, Model, PyTree
 
 _PARTS = "weight", "bias"
 _RECURRENT_ROWS = "output_gate", "convolved", "beta", "alpha", "time_step", "input"  # projections of recurrent layers
@@ -185,12 +186,14 @@ class Layout:
 
         The compiler would gather an unsplit update.
         """
-        args = cache, pending, path, num_nodes
-        shardings = self.cache(cache), self.cache(pending), self.rows(path), self.rows(num_nodes)
+        is_text, size = texts.is_in_order(path), path.shape[1]  # a constant stays one on each device
+        args = cache, pending, num_nodes if is_text else path, num_nodes
+        shardings = self.cache(cache), self.cache(pending), self.rows(args[2]), self.rows(num_nodes)
         specs = jax.tree.map(lambda s: s.spec, shardings)
         axes = self.axes("slots")
 
         def local(cache, pending, path, num_nodes):
+            path = texts.in_order(len(num_nodes), size) if is_text else path
             leaves = jax.tree.leaves(cache.k, is_leaf=lambda x: isinstance(x, Quantized))
             if not axes or not leaves:  # a model without attention has no slots
                 return kv.commit(cache, pending, path, num_nodes)
@@ -234,6 +237,16 @@ class Layout:
             )(q, k, v, prefix_k, prefix_v, *rows, *optional.values(), *scalars)
 
         return split
+
+
+def splits_slots(model: Model) -> bool:
+    """Return True if the slots of the model's cache are split over devices.
+
+    Each part has spare slots at its end (`Layout.capacity`), so slot s is then not position s.
+    """
+    if model.mesh is None or model.mesh.shape.get("sequence", 1) == 1:
+        return False
+    return model.over is None or "sequence" in model.over
 
 
 def shard_config(config: Any, mesh: Mesh, over: tuple[str, ...] | None = None) -> tuple[Any, Layout]:

@@ -5,21 +5,32 @@ Each check raises one sentence with the model, the method that needs the ability
 
 from __future__ import annotations
 
+from specjax.catalog.schemes import compressed_form
 from specjax.errors import UsageError
 from specjax.types import Model
 
 
-def check_rewinds(model: Model, user: str, fix: str = "use a model with a key/value cache") -> None:
+def check_rewinds(model: Model, user: str, fix: str | None = None) -> None:
     """Check that a model can remove tokens from its cache.
 
     Args:
       user: the method or part that removes tokens, the subject of the sentence.
-      fix: an imperative clause.
+      fix: an imperative clause. None: choose another model, or a cache that is not compressed.
 
     Raises: UsageError if it cannot.
     """
     if model.rewind is None:
-        raise UsageError(f"the model {model.name} cannot rewind its cache, which {user} needs; {fix}")
+        raise UsageError(
+            f"the model {model.name} cannot rewind its cache, which {user} needs; {fix or _rewindable_cache(model)}"
+        )
+
+
+def _rewindable_cache(model: Model) -> str:
+    """Return the clause that names a change after which the model, or another one, can rewind."""
+    cache_dtype = getattr(model.config, "cache_dtype", None)
+    if compressed_form(cache_dtype) is None:
+        return "use a model with a key/value cache"
+    return f'use the cache dtype "int8" or the default instead of "{cache_dtype}"'
 
 
 def check_complete_cache(model: Model, user: str) -> None:

@@ -408,6 +408,7 @@ def serve(
       programs: as in `stream`.
       prefix_gib: GiB of device memory for chunks of prompts that were read. A prompt that begins with the same chunks,
         such as a system prompt or the history of a chat, does not read them again. Its text is the same, to the bit.
+        Nothing is stored if the mesh has several parts of "sequence".
       max_slowdown: the largest mean time between two tokens of a row while other prompts are read, in times without.
         math.inf reads all waiting prompts before the next step. This gives the most tokens per second, and long pauses.
       max_alternatives: the most alternatives whose log-probabilities a request may have (`Request.alternatives`, 0 for

@@ -9,12 +9,12 @@ from specjax.arrays import scopes
 from specjax.models.gear.codec import GearBlocks, compress, expand
 from specjax.models.gear.slots import GearSlots, as_floats, tail_start
 from specjax.pallas_kernels.tree_attention.reference import (
-    NEG,
+    empty_sums,
     finish,
     group_queries,
     masked_scores,
+    online_softmax,
     select_layer,
-    weighted_sum,
     with_sinks,
 )
 from specjax.pallas_kernels.tree_attention.xla import BLOCK, products
@@ -52,22 +52,12 @@ def gear_attention(
     num_full = length // block
 
     def add(carry, keys, values, visible):
-        """Fold keys [B, K, n, h], where visible bool[B, T, n], into (sum, total, top) by an online softmax."""
-        acc, total, top = carry
-        s = masked_scores(grouped, keys, visible, softcap, products)
-        new_top = jnp.maximum(top, jnp.max(s, -1, keepdims=True))
-        weights, fade = jnp.exp(s - new_top), jnp.exp(top - new_top)
-        return (
-            acc * fade + weighted_sum(weights, values, q.dtype),
-            total * fade + jnp.sum(weights, -1, keepdims=True),
-            new_top,
-        )
+        """Fold keys [B, K, n, h], where visible bool[B, T, n], into the sums of the softmax."""
+        return online_softmax(carry, masked_scores(grouped, keys, visible, softcap, products), values, q.dtype)
 
     # A token attends to itself, so the maximum is finite before a block that may be fully masked.
-    shape = (*grouped.shape[:3], 1)
-    carry = jnp.zeros(grouped.shape, jnp.float32), jnp.zeros(shape), jnp.full(shape, NEG)
     at = (positions if key_positions is None else key_positions)[:, None, :]
-    carry = add(carry, k, v, mask & (at // block > last))
+    carry = add(empty_sums(grouped), k, v, mask & (at // block > last))
     tails = [as_floats(select_layer(slots.tail, layer)) for slots in (prefix_k, prefix_v)]
     at = tail_start(length, block)[:, None, None] + jnp.arange(tails[0].shape[-2])
     carry = add(carry, tails[0], tails[1], (at < length[:, None, None]) & (at // block > last))

@@ -9,11 +9,11 @@ from jax.sharding import Mesh
 
 from specjax.catalog.schemes import SCHEME_NAMES
 from specjax.errors import UsageError
+from specjax.files.sizes import gib
 from specjax.models.bridge import Config, abstract_params
 from specjax.models.layout import shard_config
 from specjax.models.storage import num_bytes, quantized_config
 
-GIB = 1 << 30
 ROOM = 0.95
 """Largest share of the memory that the weights of a proposed scheme may take; the rest is for cache and activations."""
 
@@ -28,11 +28,11 @@ def check_room(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
     if limit is None or (needed := _bytes_per_device(config, mesh, over)) <= limit:
         return
     form = config.dtype if not config.quantized else "its quantised formats"
-    place = f"this {device.device_kind} has {limit / GIB:.1f} GiB"
-    problem = f"{config.name} needs {needed / GIB:.1f} GiB in {form}, and {place}"
+    place = f"this {device.device_kind} has {gib(limit)}"
+    problem = f"{config.name} needs {gib(needed)} in {form}, and {place}"
     for words, smaller in _smaller_configs(config, device.platform):
         if (size := _bytes_per_device(smaller, mesh, over)) <= ROOM * limit:
-            raise UsageError(f"{problem}; it fits with {words}, in {size / GIB:.1f} GiB")
+            raise UsageError(f"{problem}; it fits with {words}, in {gib(size)}")
     raise UsageError(f"{problem}; no dtype or scheme fits, so split it over several devices with a mesh")
 
 

@@ -174,6 +174,30 @@ def weighted_sum(weights, values, dtype):
     )
 
 
+def empty_sums(q):
+    """Return the sums of `online_softmax` for queries q [B, K, G*T, h] before the first keys."""
+    shape = (*q.shape[:3], 1)
+    return jnp.zeros(q.shape, jnp.float32), jnp.zeros(shape), jnp.full(shape, NEG)
+
+
+def online_softmax(sums, scores, values, dtype):
+    """Add keys to the sums of a softmax that reads its keys in parts.
+
+    Args:
+      sums: the weighted sum of the values float32[B, K, G*T, h], the sum of the weights [B, K, G*T, 1], and the largest
+        score [B, K, G*T, 1]. `empty_sums` returns the first ones.
+      scores: float32[B, K, G*T, n] of the keys. values: [B, K, n, h]. dtype: as in `weighted_sum`.
+    """
+    weighted, total, top = sums
+    new_top = jnp.maximum(top, jnp.max(scores, -1, keepdims=True))
+    weights, fade = jnp.exp(scores - new_top), jnp.exp(top - new_top)
+    return (
+        weighted * fade + weighted_sum(weights, values, dtype),
+        total * fade + jnp.sum(weights, -1, keepdims=True),
+        new_top,
+    )
+
+
 def group_queries(q, kv_heads: int):
     """Reshape [B, T, H, h] -> [B, K, H/K * T, h]."""
     batch, t, heads, dim = q.shape

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from specjax.pallas_kernels.tree_attention.reference import (
-    NEG,
     distance_scores,
+    empty_sums,
     finish,
     group_queries,
     masked_scores,
+    online_softmax,
     plain_products,
-    weighted_sum,
     with_value_size,
 )
 
@@ -44,16 +44,9 @@ def blocked_tree_attention(
     grouped = group_queries(q, k.shape[1]) * jnp.asarray(scale, q.dtype)  # [B, K, G*T, h]
 
     def add(carry, keys, values, visible, keys_at):
-        """Fold keys [B, K, n, h], where visible bool[B, T, n], into (sum, total, top) by an online softmax."""
-        acc, total, top = carry
-        s = masked_scores(grouped, keys, visible, softcap, products, distance_scores(bias, positions, keys_at))
-        new_top = jnp.maximum(top, jnp.max(s, -1, keepdims=True))
-        weights, fade = jnp.exp(s - new_top), jnp.exp(top - new_top)
-        return (
-            acc * fade + weighted_sum(weights, values, q.dtype),
-            total * fade + jnp.sum(weights, -1, keepdims=True),
-            new_top,
-        )
+        """Fold keys [B, K, n, h], where visible bool[B, T, n], into the sums of the softmax."""
+        scores = masked_scores(grouped, keys, visible, softcap, products, distance_scores(bias, positions, keys_at))
+        return online_softmax(carry, scores, values, q.dtype)
 
     def in_window(key_positions):
         if window is None:
@@ -70,11 +63,9 @@ def blocked_tree_attention(
         visible = (slot < length[:, None, None]) & (slot >= i * block) & in_window(slot)
         return add(carry, keys, values, jnp.broadcast_to(visible, (batch, t, block)), slot[None])
 
-    shape = (*grouped.shape[:3], 1)
-    carry = jnp.zeros(grouped.shape, jnp.float32), jnp.zeros(shape), jnp.full(shape, NEG)
     # New tokens first: each attends to itself, so the maximum is finite before a block that may be fully masked.
     keys_at = positions if key_positions is None else key_positions
-    carry = add(carry, k, v, mask & in_window(keys_at[:, None, :]), keys_at)
+    carry = add(empty_sums(grouped), k, v, mask & in_window(keys_at[:, None, :]), keys_at)
     if all_blocks:
         first, last = 0, -(-slots // block)
     else:

@@ -15,3 +15,9 @@ def of_program() -> str:
         return jax.default_backend()
     kind = device.device_kind.lower()
     return next((platform for platform in ("tpu", "cpu") if kind.startswith(platform)), "gpu")
+
+
+def kind_of_device() -> str:
+    """Return the `device_kind` of the devices that `of_program` looks at."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].device_kind if device is None else device.device_kind

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-GIB = 1 << 30
-MIB = 1 << 20
+from specjax.files.sizes import GIB, MIB
+
 FLOAT32_PASSES = 6
 """Passes of a TPU's matrix units over bfloat16 parts of float32 numbers, for a product of the precision "highest"."""
 HOP_SECONDS = 1e-6
@@ -195,8 +195,3 @@ CHIPS: dict[str, Chip] = {
         ),
     )
 }  # fmt: skip
-
-
-def gib(size: float) -> str:
-    """Format bytes as GiB."""
-    return f"{size / GIB:.2f} GiB"

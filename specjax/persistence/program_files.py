@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from specjax.files.atomic import write_atomic
 from specjax.files.private import create_private, explain_risk, read_private
+from specjax.files.sizes import GIB
 
-GIB = 2**30
 DIGEST = hashlib.sha256().digest_size
 PROGRAMS, LAST = ".specjax-programs", ".specjax-last"
 """Suffixes of programs, and of the names of the programs that a label used last."""

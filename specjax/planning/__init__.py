@@ -1,6 +1,7 @@
 """Planning of a decode for absent accelerators, with the real compiler and without weights."""
 
 from specjax.costs.chips import CHIPS
+from specjax.planning.budget.frontier import memory_frontier
 from specjax.planning.budget.within_memory import MemoryPlan, plan_within_memory
 from specjax.planning.inputs.topologies import known_topologies, parse_topology
 from specjax.planning.model_choice import ModelChoice, choose_model
@@ -27,6 +28,7 @@ __all__ = [
     "compile_report",
     "known_topologies",
     "make_workload",
+    "memory_frontier",
     "parse_topology",
     "plan",
     "plan_stages",

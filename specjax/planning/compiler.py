@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from specjax.costs import roofline
-from specjax.costs.chips import gib
+from specjax.files.sizes import gib
 from specjax.planning import denoising, drafting, hlo, programs, report_cache
 from specjax.planning.inputs.topologies import describe_devices
 from specjax.planning.programs import Program, Programs
@@ -83,7 +83,7 @@ def compile_program(work: Workload, program: Program, required_bytes: float) -> 
         return _refused(work, program, str(error) or type(error).__name__)
     seconds = time.perf_counter() - start
     module = hlo.parse(compiled.as_text())
-    totals = hlo.totals(module, program.trips, program.taken)
+    totals = hlo.totals(module, program.trips, program.taken, program.used)
     m = compiled.memory_analysis()
     memory = MemoryUse(
         m.argument_size_in_bytes, m.temp_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes, chip.hbm_bytes

@@ -37,7 +37,7 @@ class Memory:
     module_per_slot: float  # of these, the cache of the module
     states: int  # of the cache, all rows, at any length: those of recurrent layers
     per_node: float  # logits, twice in float32, and pending entries of the cache
-    chunk: float  # activations of a chunk of the prompt
+    chunk: float  # activations of a chunk of the prompt, and its pending entries of the cache
 
     def total(self, slots: int, nodes: int) -> float:
         """Return the bytes of a decode with so many slots per row and nodes per pass."""
@@ -53,14 +53,14 @@ def memory_of(work: Workload, target: Target) -> Memory:
     rows = -(-work.batch // work.data)
     cache = sharded_cache(target, work.batch)
     per_slot = bytes_per_token(target, work.batch, cache)
-    per_node = pending_bytes(target, work.batch)
+    pending = pending_bytes(target, work.batch)
     module, module_per_slot = 0, 0.0
     if work.head is not None:
         layers = spread_target(work, work.head.layer)
         module = shard_bytes(_module_params(work))
         module_per_slot = bytes_per_token(layers, work.batch, sharded_cache(layers, work.batch))
-        per_node += pending_bytes(layers, work.batch)
-    tokens = rows * (wide_chunk(rows, work.platform) if work.reading is None else CHUNK)
+        pending += pending_bytes(layers, work.batch)
+    size = chunk_tokens(work)
     inner = 2 * config.mlp_width + config.num_heads * config.head_dim
     item = jnp.dtype(config.dtype).itemsize
     return Memory(
@@ -69,9 +69,14 @@ def memory_of(work: Workload, target: Target) -> Memory:
         per_slot=per_slot + module_per_slot,
         module_per_slot=module_per_slot,
         states=fixed_bytes(target, work.batch, cache),
-        per_node=2 * 4 * rows * config.vocab_size / parts + per_node,
-        chunk=tokens * (4 * config.width + inner / parts) * item,
+        per_node=2 * 4 * rows * config.vocab_size / parts + pending,
+        chunk=rows * size * (4 * config.width + inner / parts) * item + size * pending,
     )
+
+
+def chunk_tokens(work: Workload) -> int:
+    """Return the tokens per row of the largest pass over the prompts."""
+    return wide_chunk(work.batch, work.platform) if work.reading is None else CHUNK
 
 
 def target_of(work: Workload) -> Target:

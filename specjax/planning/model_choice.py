@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import jax
 
 from specjax.costs.accelerators import CHIP_OF_KIND, GENERIC
-from specjax.costs.chips import CHIPS, gib
+from specjax.costs.chips import CHIPS
 from specjax.errors import UsageError
+from specjax.files.sizes import gib
 from specjax.models.loading import DEMO
 from specjax.models.loading.heads.target_fit import hub_name
 from specjax.planning.inputs.model_configs import hub_id

@@ -28,6 +28,7 @@ from specjax.planning import hlo
 from specjax.planning.abstract import Abstract, abstract_job, local_shape, place_state
 from specjax.planning.drafting import share_of_layers
 from specjax.planning.hlo.parsing import Instruction
+from specjax.planning.traffic import mean_context
 from specjax.planning.workload import Workload
 from specjax.types import Drafter, PyTree
 
@@ -59,6 +60,7 @@ class Program(NamedTuple):
     assumed: dict[str, float]  # assumptions of `trips` and `taken`, for the report
     large: frozenset[tuple]  # (dtype, sorted dims) of the caches and parameters of one device
     taken: hlo.Taken = hlo.always
+    used: hlo.Taken = hlo.always  # share of a kernel's estimate that an average call takes, see `hlo.totals`
 
 
 def build(work: Workload, devices: list, *, drafter: Drafter | None = None, rounds: float | None = None) -> Programs:
@@ -97,6 +99,9 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
     in_step = named(named_trips, lambda loop: float(blocks), experts)
     in_loop = named(named_trips, in_loop_of(sum(chunks), blocks, assumed["rounds"]), experts)
 
+    slots = args.job.tokens.shape[1]
+    read_share = in_chunks_of(mean_context(work.target, work.context / 2) / slots)
+
     def program(name: str, function, arguments: tuple, trips: hlo.Trips) -> Program:
         return Program(
             name,
@@ -106,6 +111,7 @@ def build(work: Workload, devices: list, *, drafter: Drafter | None = None, roun
             assumed,
             large,
             shares({scopes.SUBLAYER: share}),
+            read_share,
         )
 
     program_list = [
@@ -248,6 +254,15 @@ def shares(named_shares: Mapping[str, float]) -> hlo.Taken:
         return by_name[match.group(1)] if match else 1.0
 
     return taken
+
+
+def in_chunks_of(share: float) -> hlo.Taken:
+    """Return `share` for the attention kernel in chunks of a prompt, and 1 for other kernels.
+
+    The kernel's estimate counts all slots of the cache, but a chunk reads the tokens before it.
+    """
+    name = re.compile(rf'op_name="[^"]*/({scopes.WIDE_CHUNKS}|{scopes.CHUNKS})/.*{scopes.ATTENTION}')
+    return lambda kernel: share if name.search(kernel.attributes) else 1.0
 
 
 def in_loop_of(chunks: float, blocks: float, rounds: float) -> hlo.Trips:

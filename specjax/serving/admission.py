@@ -193,9 +193,9 @@ def _slots(shape: tuple[int, ...], longer: tuple[int, ...], size: int, late: int
         return _Slots()
     axis = axes[0]
     slots = longer[axis] - shape[axis]
-    if size * slots % MORE:
+    if size * slots % MORE and MORE % (size * slots):  # chunks would begin at different places within a slot
         return _Slots()
-    of_chunk = size * slots // MORE
+    of_chunk = -(-size * slots // MORE)  # several chunks may share a slot, which the last of them completes
     first = min(-(-late * slots // MORE), shape[axis] - of_chunk)
     return _Slots(axis, first, of_chunk + first, (slots, MORE))
 

@@ -18,6 +18,7 @@ from specjax.engine.job import Job, Parts
 from specjax.engine.run import export_params, restore_params, step
 from specjax.engine.value_checks import explain_failure
 from specjax.errors import UsageError
+from specjax.models.layout import splits_slots
 from specjax.numerics.global_arrays import place, replicate, spans_hosts
 from specjax.numerics.sampling import row_keys, threefry
 from specjax.persistence.program_cache import Family, ProgramCache, programs_of, shapes
@@ -173,6 +174,8 @@ class Batch:
           job: a job with the number of rows, the longest prompt and the most tokens that any request may have.
           prefix_bytes: memory for chunks of prompts, which later prompts with the same beginning do not read again.
         """
+        if splits_slots(job.parts.target.model):  # a stored chunk is a range of slots, which a part may end within
+            prefix_bytes = 0
         self.limits = limits
         self._settings = jax.tree.map(lambda x: np.stack([x] * len(job.lengths)), row_settings(limits))
         keep = job.parts.keep._replace(alternatives=limits.max_alternatives)

@@ -64,6 +64,7 @@ def test_the_row_of_the_method(cli):
         (["--cache-dtype", FORM, "--compress", "specpc"], "and --compress both change the text"),
         (["--cache-dtype", FORM, "--method", "swift"], "swift"),
         (["--cache-dtype", FORM, "--method", "sparse_cache"], "has no cache of keys and values on one device"),
+        (["--cache-dtype", FORM, "--method", "cntp"], f'use the cache dtype "int8" or the default instead of "{FORM}"'),
         (["--cache-dtype", FORM, "--same-bits"], "same"),
         (["--method", "gear"], "method gear compresses the cache and is not a drafter; use --cache-dtype gear"),
     ],

@@ -39,8 +39,11 @@ def test_the_default_is_that_of_python():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--expert", 0), "--data, --model, --expert: the parts of a mesh (data, layer, sequence, expert, model) must"),
-        (("--expert", 16), "--data, --model, --expert: a mesh of 1 x 1 x 1 x 16 x 1 "),
+        (
+            ("--expert", 0),
+            "--sequence: the parts of a mesh (data, layer, sequence, expert, model) must be",
+        ),
+        (("--expert", 16), "--data, --model, --expert, --sequence: a mesh of 1 x 1 x 1 x 16 x 1 "),
         (("--expert", 3, "--model", 1), "the mesh splits attention into 3 parts (axes expert)"),
     ],
 )

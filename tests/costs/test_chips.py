@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from specjax.costs.chips import CHIPS, GIB, MIB
+from specjax.costs.chips import CHIPS
+from specjax.files.sizes import GIB, MIB
 from specjax.planning.inputs.gpu_targets import target_config
 
 

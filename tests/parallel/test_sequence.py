@@ -19,6 +19,7 @@ from specjax.engine.run import start, step
 from specjax.models import cache as kv
 from specjax.pallas_kernels.tree_attention import shard_over_slots, tree_attention
 from specjax.pallas_kernels.tree_attention.reference import tree_attention as reference
+from specjax.serving import batch
 
 NEW = 12
 RANDOM = np.random.default_rng(0)
@@ -44,6 +45,28 @@ def test_sequence_sharded_cache_equals_one_device(mesh, changes, case):
     options = {"key": jax.random.key(3), "max_new_tokens": NEW, "temperature": temperature}
     full = specjax.decode(target, drafter, PROMPTS, **options)
     assert specjax.decode(spread, drafter, PROMPTS, **options).to_lists() == full.to_lists()
+
+
+def test_served_prompts_are_read_anew(monkeypatch):
+    """A chunk that crosses the end of a part is no range of slots, so nothing is stored. The mutant stores it."""
+    target, draft = tiny_llama(vocab=64), two_model(tiny_llama(1, 1), tree=trees.parse("2x1"))
+    spread = specjax.shard(target, specjax.mesh(1, 2, sequence=4))
+    long = RANDOM.integers(0, 64, 420).tolist()
+    requests = [specjax.Request(prompt, n) for n, prompt in enumerate((long, long, [*long[:400], 5, 6]))]
+
+    def run(target):
+        texts, num_stored = {}, []
+        options = {"slots": 1, "longest_prompt": 420, "max_new_tokens": NEW, "prefix_gib": 0.1}
+        for served in specjax.serve(target, draft, requests, **options):
+            texts.setdefault(served.request, []).extend(served.tokens)
+            num_stored.append(served.cached)
+        return texts, max(num_stored)
+
+    expected, num_stored = run(target)
+    assert num_stored > 256  # more than the slots of a part
+    assert run(spread) == (expected, 0)
+    monkeypatch.setattr(batch, "splits_slots", lambda model: False)
+    assert run(spread)[0] != expected
 
 
 def test_no_device_holds_or_gathers_the_whole_cache():

@@ -25,6 +25,7 @@ import specjax
 from specjax import drafters
 from specjax.drafters import autoregressive, prompt_lookup
 from specjax.engine.prepare import Settings, prepare
+from specjax.files.sizes import GIB
 from specjax.persistence import program_cache as kept_module
 from specjax.persistence import program_files, program_key, xla_cache
 from specjax.persistence.program_cache import ProgramCache
@@ -281,7 +282,7 @@ def test_what_was_not_used_for_longest_goes_and_files_of_others_stay(target, tmp
     folder, link = (tmp_path / (letter * 64 + program_files.PROGRAMS) for letter in "cd")
     folder.mkdir()
     link.symlink_to(tmp_path / "thesis")
-    ProgramCache(tmp_path, gib=1.5 * size / program_files.GIB).programs(job_of(target, temperature=0.5))
+    ProgramCache(tmp_path, gib=1.5 * size / GIB).programs(job_of(target, temperature=0.5))
     assert not old.exists() and {*names, folder.name, link.name} < {path.name for path in tmp_path.iterdir()}
     assert len(list(tmp_path.iterdir())) == len(names) + 3
 

@@ -18,7 +18,8 @@ from rich.console import Console
 
 from specjax import compile_report, plan
 from specjax.configs.qwen3_5_0_8b import qwen3_5
-from specjax.costs.chips import CHIPS, GIB, MIB
+from specjax.costs.chips import CHIPS
+from specjax.files.sizes import GIB, MIB
 from specjax.models import LlamaConfig
 from specjax.models.experts.routing import Routing
 from specjax.models.experts.sizes import MixtureSizes

@@ -104,6 +104,24 @@ def test_stored_chunks_equal_chunks_that_are_read(name):
     assert not np.array_equal(first[1], other[1])
 
 
+@pytest.mark.parametrize("block", [16, 64, 128])
+def test_stored_chunks_of_a_compressed_cache(block):
+    """A block may be filled by several chunks. A stored chunk has its blocks only, and not those of the buffer."""
+    first, second = [*RANDOM[: 9 * CHUNK + 5]], [*RANDOM[: 8 * CHUNK + 7], *RANDOM[300:340]]
+    target, sizes = tiny_llama(cache_dtype=f"gear:2,block={block}"), []
+    for spare in (1, 600):
+        job = prepare(
+            target, drafters.prompt_lookup(3), [second], Settings(), key=jax.random.key(0), max_new_tokens=spare
+        )
+        store, size = PrefixStore(1 << 30), job.tokens.shape[1]
+        rows = [read(job.parts, prompt, store, size) for prompt in (first, second)]
+        assert [num_stored for _, num_stored in rows] == [0, 8 * CHUNK]
+        alone, _ = read(job.parts, second, PrefixStore(0), size)
+        jax.tree.map(np.testing.assert_array_equal, outputs(job.parts, alone), outputs(job.parts, rows[1][0]))
+        sizes.append((size, store.num_bytes))
+    assert sizes[0][0] < sizes[1][0] and sizes[0][1] == sizes[1][1]
+
+
 def test_a_head_does_not_share_a_chunk_before_another_token():
     """The state after a chunk depends on the next token, so prompts that part there share the chunk before it only."""
     target, drafter_of = SETTINGS["eagle3"]

@@ -67,7 +67,7 @@ part of its keys and values (speckv), which is lossy. Times include it.
 
 With --distributed the same command runs on every host: --data devices share
 the batch, --model devices share the weights, --expert devices the experts of
-a mixture. The texts equal those of one host. With --checkpoint the same
+a mixture, --sequence devices the slots of the cache. The texts equal those of one host. With --checkpoint the same
 command continues an interrupted run and prints its whole text. Collaborations
 store finished batches.
 """
@@ -201,7 +201,7 @@ def _draft(flags: GenerateFlags) -> None:
     lines = source.read()
     is_first = hosts.is_first()
     log = Console(stderr=True, quiet=not is_first)
-    mesh = hosts.make_mesh(flags.hosts.distributed, flags.hosts.data, flags.hosts.model, flags.hosts.expert)
+    mesh = hosts.make_mesh(flags.hosts)
     programs = open_program_cache(flags.values())
     session, method = selection.open(log, mesh)
     note_training(flags.models.draft, "system", flags.prompts.system, log)

@@ -25,7 +25,8 @@ are the defaults of requests. Prompts that begin with the same tokens, such as
 the turns of a chat, are read once.
 
 With --data and --model, the rows of the batch and the weights are split over
-devices, and with --expert the experts of a mixture. With --distributed, the same command runs on every host; host 0 has
+devices, with --expert the experts of a mixture, and with --sequence the slots
+of the cache. With --distributed, the same command runs on every host; host 0 has
 the port, and all hosts run the same steps.
 
 One line is printed when the server is ready. Ctrl-C or SIGTERM ends it after
@@ -185,7 +186,7 @@ def serve(
     is_first = hosts.is_first()
     log = Console(stderr=True, quiet=not is_first)
     listener = listen(server.host, server.port) if is_first else None
-    mesh = hosts.make_mesh(devices.distributed, devices.data, devices.model, devices.expert)
+    mesh = hosts.make_mesh(devices)
     programs = open_program_cache(flags)
     session, method = selection.open(log, mesh)
     hosts.check_models(session.target, session.draft, session.head and session.head.head)

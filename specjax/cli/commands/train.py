@@ -88,13 +88,13 @@ def train(
         run = part_flags.read_part(flags, (begin, text, loop, host))
         run_part(run.flags, run.models, as_json=as_json)
     else:
-        _train_drafter(flags, values)
+        _train_drafter(flags, values, host)
 
 
 train.__doc__ = HELP
 
 
-def _train_drafter(flags: SimpleNamespace, values: dict[str, Any]) -> None:
+def _train_drafter(flags: SimpleNamespace, values: dict[str, Any], host: hosts.HostOptions) -> None:
     """Train a head or draft model, or print the report of a step. values: the values of all flags as they were set."""
     from specjax.cli.training import drafter_flags, drafter_report, drafter_run
 
@@ -113,7 +113,7 @@ def _train_drafter(flags: SimpleNamespace, values: dict[str, Any]) -> None:
     models.check_head(has_head)
     training = drafter_flags.read_training(flags, drafter)
     hosts.join(values)
-    mesh = hosts.make_mesh(flags.distributed, flags.data, flags.model, flags.expert)
+    mesh = hosts.make_mesh(host)
     drafter_run.run_training(training, models, mesh, has_head=has_head, as_json=flags.as_json)
 
 

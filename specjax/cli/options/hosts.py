@@ -56,6 +56,12 @@ ExpertOption = Annotated[
         help="Number of devices that share the experts of a mixture. Other weights are split over them as by --model.",
     ),
 ]
+SequenceOption = Annotated[
+    int,
+    typer.Option(
+        "--sequence", help="Number of devices that share the cache's slots, for long contexts; not their attention."
+    ),
+]
 CheckpointOption = Annotated[
     str | None,  # a Path would change gs://
     typer.Option(
@@ -86,6 +92,7 @@ class HostOptions:
     data: DataOption = None
     model: ModelOption = None
     expert: ExpertOption = 1
+    sequence: SequenceOption = 1
 
 
 @dataclass(frozen=True)
@@ -151,18 +158,19 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def make_mesh(distributed: bool, data: int | None, model: int | None, expert: int):
+def make_mesh(options: HostOptions):
     """Build the mesh of the flags; return None without these flags. Raises: UsageError for too few devices."""
-    if not distributed and data is None and model is None and expert == 1:
+    data, model, expert, sequence = options.data, options.model, options.expert, options.sequence
+    if not options.distributed and data is None and model is None and expert == sequence == 1:
         return None
     import jax
 
     from specjax.parallel import mesh
 
     try:
-        return mesh(jax.process_count() if data is None else data, model, expert=expert)
+        return mesh(jax.process_count() if data is None else data, model, sequence=sequence, expert=expert)
     except UsageError as error:
-        raise UsageError(f"--data, --model, --expert: {error}") from None
+        raise UsageError(f"--data, --model, --expert, --sequence: {error}") from None
 
 
 def check_models(*targets) -> None:

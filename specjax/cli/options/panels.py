@@ -22,7 +22,7 @@ PANELS: Mapping[str, str] = MappingProxyType(
         "Server": "--host --port --slots --longest-prompt --prefix-gib --max-slowdown --max-waiting --queue-seconds "
         "--request-seconds --shutdown-seconds --api-key --served-model-name --per-request-metrics",
         "Devices and hosts": "--distributed --coordinator --num-processes --process-id --connect-timeout --heartbeat "
-        "--data --model --expert --checkpoint --checkpoint-every",
+        "--data --model --expert --sequence --checkpoint --checkpoint-every",
     }
 )
 """The flags of each group, in the order of the groups in help. Other flags come first."""

@@ -98,7 +98,6 @@ ModelOption = Annotated[
     ),
 ]
 LayerOption = Annotated[int, typer.Option("--layer", help="Layers that a layer-parallel drafter runs in parallel.")]
-SequenceOption = Annotated[int, typer.Option("--sequence", help="Number of devices that share the cache's slots.")]
 KeepQuantizedOption = Annotated[
     bool | None,
     typer.Option(
@@ -127,7 +126,7 @@ class ProgramOptions:
     data: DataOption = 1
     model: ModelOption = None
     layer: LayerOption = 1
-    sequence: SequenceOption = 1
+    sequence: hosts.SequenceOption = 1
     expert: hosts.ExpertOption = 1
     temperature: o.TemperatureOption = 0.0
     top_k: o.TopKOption = None

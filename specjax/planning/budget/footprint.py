@@ -6,10 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from specjax.engine.step import begin
 from specjax.planning.abstract import Abstract, abstract_job, place_state, shard_bytes
-from specjax.planning.memory import Memory, memory_of
+from specjax.planning.memory import Memory, chunk_tokens, memory_of
 from specjax.planning.programs import device_kind
 from specjax.planning.workload import Workload
 
@@ -22,6 +23,7 @@ class Footprint:
     draft_weights: int
     draft_per_slot: float  # all rows: cache of the draft
     draft_fixed: float  # all rows: tables and other arrays of the drafter, and the buffers of the texts
+    draft_chunk: float = 0.0  # the target's hidden states that a draft head reads of a chunk of the prompts
 
     def terms(self, slots: int, nodes: int) -> dict[str, float]:
         """Return the bytes by what takes them."""
@@ -32,7 +34,7 @@ class Footprint:
             "the draft's cache": self.draft_per_slot * slots,
             "the recurrent states": self.target.states,
             "the drafter's state": self.draft_fixed,
-            "the arrays of a pass": max(self.target.per_node * nodes, self.target.chunk),
+            "the arrays of a pass": max(self.target.per_node * nodes, self.target.chunk + self.draft_chunk),
         }
 
     def total(self, slots: int, nodes: int) -> float:
@@ -61,7 +63,17 @@ def footprint_of(work: Workload, devices: list, plain: Memory | None = None) -> 
     last = jobs[-1]
     draft = last.head or last.draft or last.job.parts.drafter
     plain = plain or memory_of(work.plain, last.job.parts.target)
-    return Footprint(plain, shard_bytes(draft.params), per_slot, long - per_slot * slots[1])
+    taps = () if last.head is None else last.job.parts.drafter.traits.taps
+    return Footprint(plain, shard_bytes(draft.params), per_slot, long - per_slot * slots[1], _bytes_of_taps(work, taps))
+
+
+def _bytes_of_taps(work: Workload, taps: tuple[int, ...]) -> float:
+    """Return the bytes of the hidden states of some layers for a chunk of the prompts on a device."""
+    inner = {tap for tap in taps if 0 < tap < work.target.num_layers}
+    if not inner:
+        return 0.0
+    tokens = -(-work.batch // work.data) * chunk_tokens(work)
+    return (len(inner) + 1) * tokens * work.target.width * jnp.dtype(work.target.dtype).itemsize
 
 
 def _bytes_beside_cache(work: Workload, args: Abstract) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from specjax.costs.chips import GIB, gib
-from specjax.planning.budget.within_memory import LOSS, MemoryPlan
+from specjax.files.sizes import gib, gib_cell
+from specjax.planning.budget.frontier import LOSS
+from specjax.planning.budget.within_memory import MemoryPlan
 
 AXES = ("data", "model", "layer", "sequence", "expert")
 SHOWN = 4
@@ -32,11 +33,11 @@ def show_memory_plan(plan: MemoryPlan, out) -> None:
     for batch, rows in itertools.groupby(plan.rows, key=lambda row: row.batch):
         for row in list(rows)[:SHOWN]:
             if row.reason:
-                table.add_row(str(batch), row.name, "--", "--", "--", f"{row.needed_bytes / GIB:.2f}", "--")
+                table.add_row(str(batch), row.name, "--", "--", "--", gib_cell(row.needed_bytes), "--")
                 continue
             table.add_row(
                 str(batch), row.name, str(row.num_nodes), str(row.fastest_nodes), f"{row.tokens_per_second:,.0f}",
-                f"{row.needed_bytes / GIB:.2f}", f"{row.longest_context:,}",
+                gib_cell(row.needed_bytes), f"{row.longest_context:,}",
                 style="bold" if plan.best is not None and row is plan.best.draft else None,
             )  # fmt: skip
     out.print(table)

@@ -13,8 +13,11 @@ from specjax.planning.hlo.launches import condition_reads, is_launch
 from specjax.planning.hlo.parsing import COLLECTIVES, Instruction, Module
 
 
-def totals(module: Module, trips: Trips = lambda loop: 1.0, taken: Taken = always) -> Totals:
-    """Sum cycles, FLOPs, bytes to and from HBM, and collectives."""
+def totals(module: Module, trips: Trips = lambda loop: 1.0, taken: Taken = always, used: Taken = always) -> Totals:
+    """Sum cycles, FLOPs, bytes to and from HBM, and collectives.
+
+    used: (call of a Pallas kernel) -> share of its authors' estimate that an average execution takes.
+    """
     cycles = flops = of_float32 = moved = instructions = 0.0
     kernels = Kernel(0)
     collectives: dict[tuple[str, int], list[float]] = {}
@@ -23,14 +26,16 @@ def totals(module: Module, trips: Trips = lambda loop: 1.0, taken: Taken = alway
         cycles += times * instruction.cycles
         flops += times * flops_of(module, computation, instruction)
         of_float32 += times * float32_flops_of(module, computation, instruction)
-        moved += times * traffic(module, computation, instruction)
-        instructions += times * is_launch(instruction)
         kernel = kernel_of(instruction)
+        share = 1.0 if kernel is None else used(instruction)
+        moved += times * share * traffic(module, computation, instruction)
+        instructions += times * is_launch(instruction)
         if kernel is not None:
+            worth = times * share
             kernels = Kernel(
-                kernels.calls + times, kernels.flops + times * kernel.flops, kernels.bytes + times * kernel.bytes
+                kernels.calls + times, kernels.flops + worth * kernel.flops, kernels.bytes + worth * kernel.bytes
             )
-            flops += times * kernel.flops
+            flops += worth * kernel.flops
         kind = instruction.opcode.removesuffix("-start")
         if kind in COLLECTIVES:
             size, wire, group = _sent(computation, instruction, kind)

@@ -10,8 +10,8 @@ from typing import Any
 from specjax import costs
 from specjax.catalog.defaults import NATIVE, NATIVE_METHOD
 from specjax.catalog.schemes import SCHEME_NAMES
-from specjax.costs.chips import gib
 from specjax.errors import UsageError
+from specjax.files.sizes import gib
 from specjax.models.storage.format_names import describe_formats
 from specjax.planning import denoising
 from specjax.planning.inputs.model_configs import builtin_configs, load_config, load_denoiser_settings, module_form

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specjax.costs.chips import GIB, gib
+from specjax.files.sizes import gib, gib_cell
 from specjax.planning.inputs.topologies import parse_topology
 from specjax.planning.memory import RESERVED
 from specjax.planning.reports.fits import MAX_PASS_COST, Fits, ModelFit
@@ -28,8 +28,8 @@ def show_fits(fits: Fits, out) -> None:
     for model in fits.models:
         nodes = "--" if model.num_nodes is None else str(model.num_nodes or "--")
         table.add_row(
-            model.target, _kind(model), f"{model.weights_bytes / GIB:.2f}",
-            f"{model.needed_bytes / GIB:.2f}",
+            model.target, _kind(model), gib_cell(model.weights_bytes),
+            gib_cell(model.needed_bytes),
             "no" if model.reason else "yes", f"{model.largest_context:,}" if model.largest_context else "--", nodes,
             "--" if model.reason else milliseconds(model.step_seconds), style="yellow" if model.reason else "",
         )  # fmt: skip

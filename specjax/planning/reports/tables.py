@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from specjax.bench.records import dtypes
-from specjax.costs.chips import DOCS, GIB, NVIDIA, gib
+from specjax.costs.chips import DOCS, NVIDIA
 from specjax.costs.roofline import CLOCKS
+from specjax.files.sizes import gib, gib_cell
 from specjax.planning.inputs.warping import PENALTIES
 from specjax.planning.records import PlanReport, ProgramReport
 from specjax.planning.tree.plan import Plan
@@ -101,10 +102,10 @@ def show_report(report: PlanReport, out) -> None:
             table.add_column(heading, justify="right")
     for p in report.programs:
         if not p.compiles or p.memory is None:
-            memory.add_row(p.name, "" if p.needed_bytes is None else f"{p.needed_bytes / GIB:.2f}!", style="yellow")
+            memory.add_row(p.name, "" if p.needed_bytes is None else gib_cell(p.needed_bytes) + "!", style="yellow")
             continue
         m = p.memory
-        sizes = [f"{size / GIB:.2f}" for size in (m.total, m.arguments, m.temporaries, m.output, m.aliased)]
+        sizes = [gib_cell(size) for size in (m.total, m.arguments, m.temporaries, m.output, m.aliased)]
         memory.add_row(p.name, *sizes)
         count = sum(entry["count"] for entry in p.collectives)
         wire = sum(entry["wire_bytes"] for entry in p.collectives)
@@ -215,7 +216,7 @@ def show_training(report: TrainingReport, out) -> None:
     wire = sum(entry["wire_bytes"] for entry in p.collectives)
     times = [text for clock in CLOCKS for text in (f"{p.seconds[clock]:.3g}", f"{report.rate(clock):,.0f}")]
     table.add_row(
-        *(f"{size / GIB:.2f}" for size in (m.total, m.arguments, m.temporaries)), f"{p.flops / 1e12:.3g}",
+        *(gib_cell(size) for size in (m.total, m.arguments, m.temporaries)), f"{p.flops / 1e12:.3g}",
         f"{p.moved_bytes / 1e9:.3g}", f"{wire / 1e9:.3g} GB" if wire else "-", *times,
     )  # fmt: skip
     out.print(table)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specjax.costs.chips import gib
 from specjax.errors import UsageError
+from specjax.files.sizes import gib
 from specjax.planning.memory import available_bytes, slots_of
 from specjax.planning.stages.parts import StageParts, parts_of
 from specjax.planning.stages.pipeline import (

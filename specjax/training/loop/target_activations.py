@@ -22,6 +22,7 @@ import numpy as np
 from specjax.arrays.modes import jit
 from specjax.errors import UsageError
 from specjax.files.atomic import write_atomic
+from specjax.files.sizes import GIB, gib
 from specjax.files.untrusted import read_json
 from specjax.numerics.global_arrays import gather
 from specjax.parallel.hosts import check_same
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from specjax.training.objectives.trainables import TrainingObjective
 
 ABOUT, INDEX, VALUES = "activations.json", "activations.jsonl", "activations.bfloat16"
-GIB = 2**30
 
 
 class CachedActivations(NamedTuple):
@@ -180,11 +180,11 @@ class ActivationCache:
 
     def _check_room(self, end: int, tokens: int, width: int) -> None:
         """Raise a UsageError if `tokens` more tokens exceed the size limit."""
-        size = 2 * (end + tokens) * width / GIB
-        if size > self.gib:
+        size = 2 * (end + tokens) * width
+        if size > self.gib * GIB:
             stored = f", with the {end - 1} stored ones," if end > 1 else ""
             raise UsageError(
-                f"the activations of {tokens} tokens{stored} take {size:.2f} GiB, more than the limit of "
+                f"the activations of {tokens} tokens{stored} take {gib(size)}, more than the limit of "
                 f"{self.gib:g} GiB; raise it, or give fewer texts"
             )
 

@@ -35,7 +35,7 @@ from specjax.serving.prefixes import PREFIX_GIB
         (["--host", "999.1.1.1"], "cannot listen on 999.1.1.1, port 8000"),
         (["--slots", 3, "--data", 2], "--slots 3 cannot be split over --data 2; give a multiple"),
         (["--process-id", 1], "--process-id needs --distributed"),
-        (["--data", 64, "--slots", 64], "--data, --model, --expert: "),
+        (["--data", 64, "--slots", 64], "--data, --model, --expert, --sequence: "),
         (["one", "--target", "two"], "the model is given twice, as one and as --target two"),
         (["no-such-model"], "no-such-model"),
     ],

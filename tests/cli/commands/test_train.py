@@ -192,7 +192,7 @@ def test_what_is_wrong_is_one_sentence(refused, prompts, tmp_path):
         (("--out", out, "--prompts", prompts, "--budgets", "1\u00b2,2,3"), "--budgets needs at least 3 different"),
         (("--out", out, "--prompts", prompts, "--seed", -1), "--seed must be from 0 to 2.*, not -1"),
         (("--out", out, "--prompts", prompts, "--data", 3), "--rows 4 cannot be split over --data 3; make it"),
-        (("--out", out, "--prompts", prompts, "--data", 4, "--model", 4), "--expert: .* 16 devices, but there"),
+        (("--out", out, "--prompts", prompts, "--data", 4, "--model", 4), "--sequence: .* 16 devices, but there"),
         (("--out", out, "--prompts", prompts, "--method", "two_model", "--layers", "0", "--recipe", "fastdraft",
           "--keep-states", 1), "a draft model with the loss ce or --on-policy reads none; leave it out"),
         (("--report", "v5e:2x4", "--method", "two_model"), "--report is about heads, not --method two_model"),

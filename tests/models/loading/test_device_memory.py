@@ -30,7 +30,7 @@ def limit(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "share", "words"),
     [
-        (HALF, 0.99, r'small needs 0.0 GiB in bfloat16, and this .* has .*; it fits with quantize="int8" \(--quantize'),
+        (HALF, 0.99, r'small needs \S+ MiB in bfloat16, and this .* has .*; it fits with quantize="int8" \(--quantize'),
         (HALF, 0.4, r'it fits with quantize="int8-weights"|it fits with quantize="int4-weights" \(--quantize int4-w'),
         (HALF, 0.1, r"no dtype or scheme fits, so split it over several devices with a mesh"),
         (CONFIG, 1.5, r'in float32, .*; it fits with dtype="bfloat16" \(--dtype bfloat16\)'),

@@ -19,7 +19,7 @@ from specjax.engine.prepare import Settings, prepare
 from specjax.engine.run import start
 from specjax.models import LlamaConfig, init_params, make_model
 from specjax.planning import plan_within_memory
-from specjax.planning.budget import within_memory
+from specjax.planning.budget import frontier, within_memory
 from specjax.planning.budget.footprint import Footprint, footprint_of
 from specjax.planning.budget.table import show_memory_plan
 from specjax.planning.memory import Memory, slots_of
@@ -46,7 +46,7 @@ def compiled(monkeypatch):
         return [ProgramReport(name, True, memory=use) for name in only]
 
     monkeypatch.setattr(within_memory, "compile_programs", compile_programs)
-    monkeypatch.setattr(within_memory, "describe_devices", lambda topology: jax.devices()[:1])
+    monkeypatch.setattr(frontier, "describe_devices", lambda topology: jax.devices()[:1])
     return works, sizes
 
 
@@ -103,11 +103,11 @@ def test_the_smallest_tree_keeps_the_speed(monkeypatch):
     """It is within 4 % of the fastest tree, and no fewer nodes of the list are."""
     free = lambda result: {row.name: row for row in result.rows if row.batch == 1}["token_recycling"]
     row = free(plan(64 * MIB))
-    monkeypatch.setattr(within_memory, "LOSS", 0.0)
+    monkeypatch.setattr(frontier, "LOSS", 0.0)
     fastest = free(plan(64 * MIB))
     assert row.num_nodes <= row.fastest_nodes == fastest.num_nodes
     assert row.tokens_per_second >= 0.96 * fastest.tokens_per_second
-    monkeypatch.setattr(within_memory, "LOSS", 0.9)
+    monkeypatch.setattr(frontier, "LOSS", 0.9)
     assert free(plan(64 * MIB)).num_nodes == 1 or free(plan(64 * MIB)).num_nodes <= row.num_nodes
 
 
@@ -156,7 +156,7 @@ def test_a_mixture_reads_the_experts_that_its_tokens_choose():
     nothing = Footprint(Memory(0, 0, 0.0, 0.0, 0, 0.0, 0.0), 0, 0.0, 0.0)
     work = make_workload("qwen3_30b_a3b", "h200:1")
     seconds = [
-        within_memory._seconds(dataclasses.replace(work, batch=batch), nothing, 1) * work.topology.chip.hbm_bandwidth
+        frontier._seconds(dataclasses.replace(work, batch=batch), nothing, 1) * work.topology.chip.hbm_bandwidth
         for batch in (1, 64)
     ]
     assert seconds[0] == pytest.approx(2 * 3.3e9, rel=0.1)

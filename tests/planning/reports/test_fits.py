@@ -11,8 +11,9 @@ from rich.console import Console
 from tiers import exhaustive
 
 from specjax.cli import main
-from specjax.costs.chips import CHIPS, GIB
+from specjax.costs.chips import CHIPS
 from specjax.errors import UsageError
+from specjax.files.sizes import GIB
 from specjax.models import abstract_params
 from specjax.models.heads.kinds import abstract_head
 from specjax.models.loading import resolve
