@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--topology", default="v5e:2x4")
     parser.add_argument("--model", type=int, help="devices that share the weights; default: all")
     parser.add_argument("--memory", default="12GiB", help="bytes per device")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--head", nargs="*", default=["eagle3"], help="kinds of draft heads")
     parser.add_argument("--draft", nargs="*", default=[], help="draft models")
     parser.add_argument("--acceptance", default=".72,.13,.06", help="assumed acceptance by rank")

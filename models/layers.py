@@ -405,7 +405,8 @@ def run_layers(
       so that the other places take no memory), the pending keys and values, and
       `PassInputs.history` after the last layer, or None if `group` or `shared.layers` leave sublayers out of it.
     """
-    run = _unrolled if isinstance(layers, nnx.List) else functools.partial(_scanned, taps=taps)
+    scanned = functools.partial(_scanned, taps=taps)
+    run: Callable[..., tuple] = _unrolled if isinstance(layers, nnx.List) else scanned
     stream, pending, history = with_full_tile(lambda x: run(layers, x, shared, cache, settings, group), x)
     return stream, pending, history if group == 1 and shared.layers is None else None
 
@@ -526,7 +527,7 @@ def _scanned(
         new.append(jax.tree.map(flat, pending))
     if stores_taps:
         k, v = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *new)
-        by_place = dict(zip(inner, () if tapped is None else tapped, strict=False))
+        by_place: dict[int, Array] = dict(zip(inner, () if tapped is None else tapped, strict=False))
         by_place |= {0: embedded, num_layers: x, -1: x}
         return by_place, kv.Pending(k, v, shared.positions, kv.write_dependency(x)), history
     # Take the last stream from the scan carry, so that the others are not stored if they are unused.

@@ -73,7 +73,7 @@ def tree_attention(
 
     Args:
       block: slots per copy, a multiple of 128. None: from tuned.json, halved until two blocks of keys and two of values
-        fit into its `buffer_bytes`. Keys that contain their values need half of that.
+        fit into its `buffer_bytes`, or `chunk_buffer_bytes` for many rows. Keys that contain their values need half.
       interpret: True or `pltpu.InterpretParams`, to run on CPU.
 
     Raises: NotImplementedError for the reason that `unsupported_reason` returns.

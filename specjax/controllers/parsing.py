@@ -27,7 +27,7 @@ FORMS = {
     "spec_kv:FILE": "as many as a trained network predicts from the last draft; more options: gammas=N/N/..., start=N, "
     "code=N, round_costs=X/X/...",
     "goodput": "the depth with the most tokens per second, 0 if speculation is slower",
-    "budget": "the same by the trained confidences of past drafts, for chains of dspark",
+    "budget, budget:N": "the same by the trained confidences of past drafts, for chains of dspark (N: 7)",
 }
 
 
@@ -61,9 +61,11 @@ def parse(
         "bass": bass,
         "by_batch": functools.partial(by_batch_for, costs, dtype, draft_cost=draft_cost, shares=shares),
         "goodput": functools.partial(goodput, costs=costs, dtype=dtype, draft_cost=draft_cost, shares=shares),
-        "budget": functools.partial(budget, costs=costs, dtype=dtype, draft_cost=draft_cost, shares=shares),
+        "budget": lambda n=7: budget(
+            tuple(range(n + 1)), costs=costs, dtype=dtype, draft_cost=draft_cost, shares=shares
+        ),
     }
-    takes_number = name in ("fixed", "additive", "multiplicative", "bass")
+    takes_number = name in ("fixed", "additive", "multiplicative", "bass", "budget")
     if name not in makers or not (
         (number.isdecimal() and len(number) < 10 and takes_number) or spec == name != "fixed"
     ):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from specjax import parallel
 from specjax.engine.prefill import CHUNK, wide_chunk
 from specjax.engine.step import buffer_size
+from specjax.files.libtpu import WIDE_VMEM
 from specjax.models.heads.kinds import abstract_head
 from specjax.numerics.global_arrays import with_shardings
 from specjax.planning import denoising
@@ -38,10 +39,20 @@ class Memory:
     states: int  # of the cache, all rows, at any length: those of recurrent layers
     per_node: float  # logits, twice in float32, and pending entries of the cache
     chunk: float  # activations of a chunk of the prompt, and its pending entries of the cache
+    on_chip: int = 0  # on-chip memory of a TPU beside that of an operation
+
+    def arrays_of_pass(self, nodes: int, more: float = 0.0) -> float:
+        """Return the bytes of the temporary arrays of a pass over a tree, or over a chunk with `more` bytes.
+
+        If all of them fit on the chip, they take no memory: a tiny model of 16 rows has 1.2 MiB of temporaries, where
+        the shapes of its chunk take 16 MiB.
+        """
+        size = max(self.per_node * nodes, self.chunk + more)
+        return 0.0 if size <= self.on_chip else size
 
     def total(self, slots: int, nodes: int) -> float:
         """Return the bytes of a decode with so many slots per row and nodes per pass."""
-        return self.weights + self.states + self.per_slot * slots + max(self.per_node * nodes, self.chunk)
+        return self.weights + self.states + self.per_slot * slots + self.arrays_of_pass(nodes)
 
 
 def memory_of(work: Workload, target: Target) -> Memory:
@@ -49,7 +60,7 @@ def memory_of(work: Workload, target: Target) -> Memory:
 
     The cache of a module is that of one attention layer for each of its layers.
     """
-    config, parts = work.target, work.devices // work.data
+    config, parts, chip = work.target, work.devices // work.data, work.topology.chip
     rows = -(-work.batch // work.data)
     cache = sharded_cache(target, work.batch)
     per_slot = bytes_per_token(target, work.batch, cache)
@@ -71,6 +82,7 @@ def memory_of(work: Workload, target: Target) -> Memory:
         states=fixed_bytes(target, work.batch, cache),
         per_node=2 * 4 * rows * config.vocab_size / parts + pending,
         chunk=rows * size * (4 * config.width + inner / parts) * item + size * pending,
+        on_chip=chip.vmem_bytes - (WIDE_VMEM[chip.name] << 10) if chip.name in WIDE_VMEM else 0,
     )
 
 

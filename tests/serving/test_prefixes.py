@@ -108,7 +108,7 @@ def test_stored_chunks_equal_chunks_that_are_read(name):
 def test_stored_chunks_of_a_compressed_cache(block):
     """A block may be filled by several chunks. A stored chunk has its blocks only, and not those of the buffer."""
     first, second = [*RANDOM[: 9 * CHUNK + 5]], [*RANDOM[: 8 * CHUNK + 7], *RANDOM[300:340]]
-    target, sizes = tiny_llama(cache_dtype=f"gear:2,block={block}"), []
+    target, sizes = tiny_llama(cache_dtype=f"gear:2,block={block}", max_positions=1024), []
     for spare in (1, 600):
         job = prepare(
             target, drafters.prompt_lookup(3), [second], Settings(), key=jax.random.key(0), max_new_tokens=spare

@@ -200,7 +200,7 @@ def serve(
     )  # fmt: skip
     decoding = selection.decoding
     if decoding.controller is None and session.has_budget(method, selection.options):
-        decoding = replace(decoding, controller="budget")
+        decoding = replace(decoding, controller=f"budget:{drafter.max_depth}")
     service = build_service(session, decoding, drafter, method, options, programs, log)
     if listener is None:
         follow_server(service.engine.setup)

@@ -34,7 +34,7 @@ class Footprint:
             "the draft's cache": self.draft_per_slot * slots,
             "the recurrent states": self.target.states,
             "the drafter's state": self.draft_fixed,
-            "the arrays of a pass": max(self.target.per_node * nodes, self.target.chunk + self.draft_chunk),
+            "the arrays of a pass": self.target.arrays_of_pass(nodes, self.draft_chunk),
         }
 
     def total(self, slots: int, nodes: int) -> float:

@@ -26,7 +26,7 @@ def test_devices_share_the_slots(cli, monkeypatch, drafts):
     one, spread = cli(*command), cli(*command, "--sequence", 4, "--model", 2)
     assert one.code == spread.code == 0, spread.err
     text = lambda result: result.out.split("\u250c")[0]
-    assert text(one) == text(spread) and len(text(one)) > 10
+    assert text(one) == text(spread) and len(text(one)) > 5
     assert len(meshes) == 1 and {"data": 1, "sequence": 4, "model": 2}.items() <= meshes[0].shape.items()
 
 
@@ -40,7 +40,7 @@ def test_the_default_is_that_of_python():
     [
         (("--sequence", 0), "--sequence: the parts of a mesh (data, layer, sequence, model) must be at least 1"),
         (("--sequence", 16), "--sequence: a mesh of 1 x 1 x 16 x 1 "),
-        (("--sequence", 2, "--same-bits"), "same_bits"),
+        (("--sequence", 2, "--same-bits"), 'set its axis "sequence" to 1, or leave --same-bits out'),
     ],
 )
 def test_flags_that_are_refused(refused, command, flags, message):

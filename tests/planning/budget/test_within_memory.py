@@ -171,7 +171,7 @@ def test_a_batch_above_the_limit_is_refused():
 @pytest.mark.parametrize(
     ("memory", "message"),
     [
-        (1 * MIB, "the largest term is the arrays of a pass with"),
+        (1 * MIB, "the largest term is the weights with"),
         (20 << 30, "at most the 15.75 GiB of a v5e device"),
         (0, "must be above 0"),
     ],
