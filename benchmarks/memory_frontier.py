@@ -57,9 +57,12 @@ def draw(report: dict[str, Any], path: Path) -> None:
         needed.plot(rows, [point["needed_bytes"] / GIB for point in fastest], "o-", color=color)
     needed.axhline(report["memory_bytes"] / GIB, color="0.5", linestyle="--")
     for kind, style in (("fastest", "o-"), ("plain", ":")):
-        chosen = select(contexts[0], kind)
+        points_of_kind = select(contexts[0], kind)
         longest.plot(
-            [point["batch"] for point in chosen], [point["longest_context"] for point in chosen], style, color="C0"
+            [point["batch"] for point in points_of_kind],
+            [point["longest_context"] for point in points_of_kind],
+            style,
+            color="C0",
         )
     speed.legend(title="prompt tokens", fontsize=8)
     speed.set(ylabel="tokens/s of all rows (dotted: plain)", yscale="log")

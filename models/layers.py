@@ -401,9 +401,9 @@ def run_layers(
         (EasySpec). It cannot be combined with `shared.layers`.
       taps: places in the residual stream that are read besides the last one. None: all.
 
-    Returns: the residual stream [layers + 1, B, T, D] (a list if unrolled, and a dict by place if scanned with `taps`,
-      so that the other places take no memory), the pending keys and values, and
-      `PassInputs.history` after the last layer, or None if `group` or `shared.layers` leave sublayers out of it.
+    Returns: the residual stream [layers + 1, B, T, D], the pending keys and values, and `PassInputs.history` after the
+      last layer, or None if `group` or `shared.layers` leave sublayers out of it. The stream of unrolled layers is a
+      list. With `taps` that of scanned layers is a dict by place, so that other places take no memory.
     """
     scanned = functools.partial(_scanned, taps=taps)
     run: Callable[..., tuple] = _unrolled if isinstance(layers, nnx.List) else scanned

@@ -21,7 +21,7 @@ from specjax.planning.traffic import bytes_per_token, fixed_bytes, pending_bytes
 from specjax.planning.workload import Workload
 from specjax.types import PyTree, Target
 
-RESERVED = 0.03
+RESERVED = 0.025
 """Share of the memory that is left free for the program itself and for temporaries without a formula.
 
 The largest of those that the TPU compiler reported are 0.39 GiB, in SmolLM2 in float32 with 8,000 tokens.

@@ -15,7 +15,7 @@ from tiers import exhaustive
 from toy import tiny_llama
 
 import specjax
-from specjax.arrays import platforms
+from specjax.arrays import platforms, texts
 from specjax.drafters import autoregressive, prompt_lookup, swift, two_model
 from specjax.engine.prefill import CHUNK, prefill
 from specjax.engine.prepare import Settings, prepare
@@ -300,3 +300,16 @@ def test_widen_and_insert_follow_the_tokens():
         np.testing.assert_allclose(ours[:, :, 5], x[:, :, 0] + 1, atol=0.02)
         assert not ours[:, :, 4].any()
     assert wide.positions.tolist() == [[0, 1, 2, 3, 0, 0], [4, 5, 6, 7, 0, 1]]
+
+
+def test_a_text_is_committed_without_a_gather():
+    """The constant path through all tokens gives the cache of the same path as an array."""
+    random = np.random.default_rng(0)
+    array = lambda count: jnp.asarray(random.normal(size=(2, 3, 2, count, 4)), jnp.float32)
+    cache = kv.KVCache(array(12), array(12), jnp.array([0, 5, 2]))
+    pending = kv.Pending(array(4), array(4), jnp.zeros((3, 4), jnp.int32), jnp.zeros((3,), jnp.int32))
+    count, constant = jnp.array([4, 1, 0]), texts.in_order(3, 4)
+    commit = lambda path: jax.jit(lambda cache: kv.commit(cache, pending, path, count)).lower(cache)
+    with_gather, without = commit(jnp.asarray(constant)), commit(constant)
+    assert "gather" in with_gather.as_text() and "gather" not in without.as_text()
+    jax.tree.map(np.testing.assert_array_equal, without.compile()(cache), with_gather.compile()(cache))

@@ -9,7 +9,8 @@ import pytest
 from toy import tiny_llama
 
 from specjax.arrays import platforms
-from specjax.models import init_params, make_model
+from specjax.models import bridge, init_params, make_model
+from specjax.models.layers import run_layers
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -34,3 +35,34 @@ def test_tokens_that_fill_a_tile_of_a_tpu_change_nothing(shape, stacked, monkeyp
     monkeypatch.setattr(platforms, "of_program", lambda: "tpu")
     assert wide in shapes()
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), read(), wanted)
+
+
+@pytest.mark.parametrize("taps", [(0, 2, 5), (6,), ()])
+def test_scanned_layers_store_the_streams_that_are_read(taps, monkeypatch):
+    """No array has the streams of all layers, and those that are read equal those of unrolled layers."""
+    batch, count, layers = 2, 3, 6
+    config = tiny_llama(layers=layers).model.config
+    params = init_params(config, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (batch, count), 0, config.vocab_size)
+    positions = jnp.broadcast_to(jnp.arange(count), (batch, count))
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((count, count), bool)), (batch, count, count))
+
+    def run(stacked):
+        one = dataclasses.replace(config, stacked=stacked)
+        model = make_model(one)
+        weights = init_params(one, jax.random.key(0)) if stacked else params
+        read = lambda weights: (
+            model.forward(
+                weights, tokens, model.init_cache(weights, None, batch, 128), positions=positions, mask=mask, taps=taps
+            )[0].taps
+        )
+        return jax.jit(read).lower(weights).as_text(), read(weights)
+
+    text, streams = run(True)
+    every_layer = f"tensor<{layers}x{batch}x{count}x{config.width}x"
+    assert every_layer not in text and len(streams) == len(taps)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), streams, run(False)[1])
+    if taps == (0, 2, 5):
+        mutant = lambda *arguments, taps, **options: run_layers(*arguments, **options)
+        monkeypatch.setattr(bridge, "run_layers", mutant)
+        assert every_layer in run(True)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from specjax.models.experts.routing import Routing
 from specjax.models.experts.sizes import MixtureSizes
 from specjax.planning import hlo
 from specjax.planning.inputs.topologies import parse_topology
-from specjax.planning.programs import named, shares, trips_of_scopes, turns_of_experts
+from specjax.planning.programs import in_chunks_of, named, shares, trips_of_scopes, turns_of_experts
 from specjax.planning.workload import Workload
 from specjax.types import Context, Stream, Sublayers
 
@@ -115,3 +116,11 @@ def test_loops_over_experts_are_told_apart_by_the_pass_around_them():
     assert sorted(map(trips, loops)) == [1.5, 2.5, 3.5, 4.5]
     without_drafts = named(trips_of_scopes(3), lambda loop: 99.0, {"experts": 1.5})
     assert {without_drafts(loop) for loop in loops} == {1.5}
+
+
+def test_a_chunk_reads_a_part_of_the_cache():
+    """The estimate of the attention kernel counts all slots. Others, and steps, use it as it is."""
+    used = in_chunks_of(0.25)
+    call = lambda name: SimpleNamespace(attributes=f'op_name="jit(start)/{name}/while/body/{scopes.ATTENTION}/x"')
+    assert used(call(scopes.WIDE_CHUNKS)) == used(call(scopes.CHUNKS)) == 0.25
+    assert used(call("step")) == used(SimpleNamespace(attributes=f'op_name="{scopes.CHUNKS}/while/matmul"')) == 1.0

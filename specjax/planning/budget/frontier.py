@@ -51,7 +51,7 @@ class DraftWithin:
 
 
 @dataclass(frozen=True)
-class Search:
+class FrontierSearch:
     """The workload of plain decoding with the smallest batch, the drafts to compare, and the memory of a device."""
 
     plain: Workload
@@ -65,7 +65,7 @@ class Search:
 def search_within(
     target: str | Any, topology: str, memory: int, acceptance: Any, draft: Any, head: Any, method: Any,
     widths: Sequence[int], options: Mapping[str, Any],
-) -> Search:  # fmt: skip
+) -> FrontierSearch:  # fmt: skip
     """Return the search of `plan_within_memory` for its arguments.
 
     Raises: UsageError for bad options, or more memory than the device has.
@@ -79,10 +79,10 @@ def search_within(
     if plain.batch > MAX_BATCH:
         raise UsageError(f"--batch-size must be at most {MAX_BATCH} with --memory, not {plain.batch}; lower it")
     devices, room = describe_devices(plain.topology), available_bytes(memory)
-    return Search(plain, drafts, tuple(candidates), tuple(sizes), devices, room)
+    return FrontierSearch(plain, drafts, tuple(candidates), tuple(sizes), devices, room)
 
 
-def rows_by_batch(search: Search, notify: Notify) -> list[list[DraftWithin]]:
+def rows_by_batch(search: FrontierSearch, notify: Notify) -> list[list[DraftWithin]]:
     """Return the drafts of each batch in which plain decoding fits, the fastest first.
 
     Batches are that of the workload and its doubles. The list is empty if plain decoding of the smallest does not fit.
@@ -102,7 +102,7 @@ def rows_by_batch(search: Search, notify: Notify) -> list[list[DraftWithin]]:
     return result
 
 
-def terms_of_plain(search: Search) -> dict[str, float]:
+def terms_of_plain(search: FrontierSearch) -> dict[str, float]:
     """Return the bytes of plain decoding of the smallest batch by what takes them."""
     work = search.plain
     return footprint_of(work, search.devices).terms(slots_of(work, work.context, 1), 1)
@@ -152,7 +152,7 @@ def _plain_row(work: Workload, footprint: Footprint, room: float) -> DraftWithin
     )  # fmt: skip
 
 
-def _row(one: Candidate, plain: Workload, search: Search, target: Memory) -> DraftWithin:
+def _row(one: Candidate, plain: Workload, search: FrontierSearch, target: Memory) -> DraftWithin:
     """Return the best tree of a draft that fits with the batch of `plain`."""
     work, sizes, room = workload_of(one, search.drafts.get(one.name), plain), search.widths, search.room
     footprint = footprint_of(work, search.devices, target)

@@ -53,7 +53,7 @@ def show_fits(fits: Fits, out) -> None:
     if parse_topology(fits.topology).chip.platform == "gpu":
         write(f"{describe_fraction(LARGEST)}, for the memory of this table", style="dim")
     write(
-        f"estimates from shapes, with {RESERVED:.0%} of the memory left free; to check one with the compiler: specjax "
+        f"estimates from shapes, with {RESERVED:.1%} of the memory left free; to check one with the compiler: specjax "
         f"compile --target MODEL --topology {fits.topology}\ntree: largest number of nodes at this prompt whose pass "
         f"costs at most {MAX_PASS_COST} passes over one token; diffusion models draft no tree",
         style="dim",

@@ -45,17 +45,17 @@ def test_a_run_of_a_plan_stays_within_it(monkeypatch):
     with_trees = [row for rows in batches for row in rows if row.name == "prompt_lookup" and row.num_nodes > 1]
     row = with_trees[-1]
     assert row.batch > 1 and row.needed_bytes <= 4 * MIB
-    before = live_bytes()
+    start_bytes = live_bytes()
     target = tiny_llama(vocab=2048)
     drafter = prompt_lookup(row.num_nodes - 1)
     prompts = [[1 + n % 50] * row.longest_context for n in range(row.batch)]
     job = prepare(target, drafter, prompts, Settings(), key=0, max_new_tokens=16)
-    state, is_done, most = start(job), False, 0
+    state, is_done, peak = start(job), False, 0
     while not is_done:
         state, _, ended = step(job.parts, state)
         is_done = bool(ended)
-        most = max(most, live_bytes() - before)
-    assert 0.3 * 4 * MIB < most <= 4 * MIB
+        peak = max(peak, live_bytes() - start_bytes)
+    assert 0.3 * 4 * MIB < peak <= 4 * MIB
     expected = decode(target, None, prompts[:1], key=0, max_new_tokens=16).to_lists()
     assert state.tokens[0, len(prompts[0]) : int(state.length[0])].tolist() == expected[0]
 
