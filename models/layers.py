@@ -523,7 +523,7 @@ def _scanned(
         (x, _, history, tapped), (outputs, pending) = jax.lax.scan(
             functools.partial(body, size), carried, sliced_state, length=count
         )
-        stream.append(outputs if outputs is None else flat(outputs))
+        stream += [] if outputs is None else [flat(outputs)]
         new.append(jax.tree.map(flat, pending))
     if stores_taps:
         k, v = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *new)
