@@ -72,6 +72,8 @@ def memory_of(work: Workload, target: Target) -> Memory:
         module_per_slot = bytes_per_token(layers, work.batch, sharded_cache(layers, work.batch))
         pending += pending_bytes(layers, work.batch)
     size = chunk_tokens(work)
+    # A recurrent model reads a text in another form, without the states after each token.
+    of_chunk = 0.0 if target.model.capabilities.reads_in_order else size * pending
     inner = 2 * config.mlp_width + config.num_heads * config.head_dim
     item = jnp.dtype(config.dtype).itemsize
     return Memory(
@@ -81,7 +83,7 @@ def memory_of(work: Workload, target: Target) -> Memory:
         module_per_slot=module_per_slot,
         states=fixed_bytes(target, work.batch, cache),
         per_node=2 * 4 * rows * config.vocab_size / parts + pending,
-        chunk=rows * size * (4 * config.width + inner / parts) * item + size * pending,
+        chunk=rows * size * (4 * config.width + inner / parts) * item + of_chunk,
         on_chip=chip.vmem_bytes - (WIDE_VMEM[chip.name] << 10) if chip.name in WIDE_VMEM else 0,
     )
 

@@ -185,7 +185,7 @@ def test_texts_of_a_confident_head_are_unchanged(stop):
 
 @pytest.mark.parametrize(("spec", "deepest"), [("budget", 7), ("budget:12", 12)])
 def test_the_deepest_chain_is_that_of_the_text(spec, deepest):
-    controller = controllers.parse(spec, costs=(1.0,) * 16)
+    controller = controllers.parse(spec, costs=(1.0,) * (deepest + 1))
     state = controller.update(controller.init(2), info_of(jnp.full((2, 16), 0.99), jnp.zeros(2, jnp.int32), 16))
     assert int(state.depth) == deepest
 

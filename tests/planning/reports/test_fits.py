@@ -20,7 +20,7 @@ from specjax.models.loading import resolve
 from specjax.models.storage import num_bytes
 from specjax.planning import what_fits
 from specjax.planning.inputs.model_configs import builtin_configs
-from specjax.planning.memory import chunk_tokens, slots_of
+from specjax.planning.memory import slots_of
 from specjax.planning.reports import fits as fits_module
 from specjax.planning.reports.fits_table import show_fits
 from specjax.planning.workload import make_workload
@@ -132,8 +132,7 @@ def test_the_module_of_a_model_counts():
     assert one == what_fits("v5e:1x1", **options, draft="native").models[0]
     assert (one.module_bytes, plain.module_bytes) == (num_bytes(head.params), 0)
     layer = 2 * 2 * 256 * 2  # keys and values of 2 heads of 256 numbers, in bfloat16
-    tokens = slots_of(work, 1024, 1) + chunk_tokens(work)  # in the cache, and of a chunk before it is written
-    assert one.needed_bytes - plain.needed_bytes - one.module_bytes == tokens * layer
+    assert one.needed_bytes - plain.needed_bytes - one.module_bytes == slots_of(work, 1024, 1) * layer
     assert (one.weights_bytes, one.step_seconds) == (plain.weights_bytes, plain.step_seconds)
     assert one.largest_context < plain.largest_context or plain.largest_context == 262_144 - 128
 
