@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from specjax.costs.chips import gib
+from specjax.costs.chips import GIB
 from specjax.planning.reports.tables import milliseconds
 from specjax.planning.stages.compiled import CompiledStages
 from specjax.planning.stages.report import StagePlan, StageRow
 
-COLUMNS = "memory", "formula", "roofline", "schedule"
+COLUMNS = "GiB", "formula", "roofline", "schedule"
 """The columns of each stage."""
 
 
@@ -30,7 +30,7 @@ def show_compiled_stages(stages: CompiledStages, out) -> None:
     for one in stages.passes:
         cells = [str(one.nodes)]
         for formula, report in ((one.attention_formula, one.attention), (one.feed_formula, one.feed)):
-            cells += [f"{gib(report.memory.total)}" if report.memory else "-", milliseconds(formula)]
+            cells += [f"{report.memory.total / GIB:.2f}" if report.memory else "-", milliseconds(formula)]
             names = ("roofline", "schedule")
             cells += [milliseconds(report.seconds[name]) if report.compiles else "-" for name in names]
             if not report.compiles:
@@ -40,7 +40,7 @@ def show_compiled_stages(stages: CompiledStages, out) -> None:
     for text in dict.fromkeys(refused):
         write(text, style="yellow")
     write(
-        f"memory: per device; attention is for {rows} rows, and feed for all rows with its sums over devices\n"
+        f"GiB: of memory per device; attention is for {rows} rows, and feed for all rows with its sums over devices\n"
         "formula: of specjax plan --stages, without these sums; roofline and schedule: of the compiled stages, in ms\n"
         "transfers between the stages are not compiled, and nothing was measured",
         style="dim",
