@@ -7,7 +7,7 @@ from specjax.planning.reports.tables import milliseconds
 from specjax.planning.stages.compiled import CompiledStages
 from specjax.planning.stages.report import StagePlan, StageRow
 
-COLUMNS = "GiB", "formula", "roofline", "schedule"
+COLUMNS = "GiB", "formula", "roof-\nline", "sched-\nule"
 """The columns of each stage."""
 
 
@@ -24,7 +24,7 @@ def show_compiled_stages(stages: CompiledStages, out) -> None:
         f"{stages.feed_devices} feed-forward devices; batch {stages.batch}, {stages.context} cached tokens"
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("nodes", *(f"{part}\n{name}" for part in ("atten-\ntion", "\nfeed") for name in COLUMNS)):
+    for heading in ("nodes", *(f"{part}\n{name}" for part in ("atten-\ntion", "feed") for name in COLUMNS)):
         table.add_column(heading, justify="right", no_wrap=True)
     refused = []
     for one in stages.passes:
