@@ -41,8 +41,8 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax.costs import roofline
-from specjax.costs.chips import gib
 from specjax.costs.experts import expected_blocks
+from specjax.files.sizes import gib
 from specjax.models.experts import blocks, running
 from specjax.models.experts.feed import MixtureFeed, clamped_product
 from specjax.models.experts.sizes import MixtureSizes

@@ -36,7 +36,7 @@ def sources(texts: Sequence[Sequence[int]]) -> Source:
 
 
 class SourceMemory(NamedTuple):
-    """What the decoder reads of the source."""
+    """Keys and values of the source, which the decoder reads."""
 
     k: tuple[Array, ...]  # [B, H, S, h] of each layer of the decoder
     v: tuple[Array, ...]
