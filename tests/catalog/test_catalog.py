@@ -33,6 +33,7 @@ IN_PYTHON = {
     "choice": {"dtype", "platform", "bandit"},
     "nar_block": {"params"},
     "ppd": {"platform"},
+    "triforce": {"inner"},  # the command line builds it from the draft model
 }
 """Parameters that no option sets, because no text can express them."""
 NEED_OF = {
@@ -42,8 +43,9 @@ NEED_OF = {
 }  # fmt: skip
 """The need that provides a parameter of a factory; None: the target provides it."""
 NO_METHODS = {
-    "composed", "head_schedule", "layer_files", "loop_setup", "making", "node_classes", "noisy_ranks", "settings",
-    "widths", "exits", "fitting", "m2r2", "measure", "optimise", "parsing", "parts", "compact_model", "draft_tokens",
+    "account", "composed", "head_schedule", "layer_files", "loop_setup", "making", "middle_chain", "node_classes",
+    "noisy_ranks", "settings", "widths", "exits", "fitting", "m2r2", "measure", "optimise", "parsing", "parts",
+    "compact_model", "draft_tokens",
 }  # fmt: skip
 """Files of the folders that hold parts of several methods, or training."""
 OF_EVERY_LOOP = {
