@@ -49,7 +49,7 @@ def test_a_mesh_splits_rows_and_vocabulary():
         mesh, vocab_size, capabilities, rewind = Mesh, 0, Capabilities(), True
 
     class Target:
-        model, params = Model, {"weight": np.zeros(4)}
+        model, params, pass_params = Model, {"weight": np.zeros(4)}, {"weight": np.zeros(4)}
 
     alone, spread = (select_passes(WIDTHS, None, 64, LARGE, "bfloat16", "tpu", t) for t in (None, Target))
     assert max(spread.widths) > max(alone.widths)

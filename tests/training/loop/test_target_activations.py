@@ -198,7 +198,7 @@ def test_what_cannot_be_kept_is_refused(tmp_path):
     )  # fmt: skip
     with pytest.raises(
         UsageError,
-        match=r"^the activations of 120 tokens take .* GiB, more than the limit of 1e-06 GiB; raise it, or give fewer",
+        match=r"^the activations of 120 tokens take .* MiB, more than the limit of 1e-06 GiB; raise it, or give fewer",
     ):
         fit("eagle3", 1e-6)
     with pytest.raises(UsageError, match="the loss of kangaroo is not a function of the target's activations alone"):
