@@ -26,7 +26,7 @@ from specjax.models.layout import Layout, shard_config
 from specjax.models.llama import LlamaConfig
 from specjax.models.seq2seq import memory as seq2seq_memory
 from specjax.models.seq2seq.config import Seq2SeqConfig
-from specjax.models.seq2seq.model import EncoderDecoder
+from specjax.models.seq2seq.model import EncoderDecoder, pass_params
 from specjax.models.skipping.attention_layers import SkippingLayers
 from specjax.models.storage import check_exact_products, quantize_params, with_formats
 from specjax.numerics.global_arrays import with_auto_axes
@@ -280,7 +280,10 @@ def _seq2seq_fields(config: Seq2SeqConfig, module_of: Callable[[PyTree], Any]) -
 
     def init_cache(params, inputs, batch: int, capacity: int) -> seq2seq_memory.Seq2SeqCache:
         if not isinstance(inputs, seq2seq_memory.Source):
-            raise UsageError(f"the model {config.name} reads a source; pass inputs=specjax.models.sources(...)")
+            raise UsageError(
+                f"the encoder-decoder {config.name} needs a source; pass inputs=specjax.models.sources(...), or choose "
+                "a decoder-only model where a function has no inputs"
+            )
         text = kv.init(
             batch, capacity, config.num_layers, config.num_heads, config.head_dim, config.cache_dtype or config.dtype,
             False, config.cache_lanes, config.cache_bits,
@@ -293,6 +296,7 @@ def _seq2seq_fields(config: Seq2SeqConfig, module_of: Callable[[PyTree], Any]) -
     return {
         "init_cache": init_cache,
         "forward": forward,
+        "pass_params": pass_params,
         "commit": seq2seq_memory.commit,
         **kv_cache_functions(),
         "rewind": seq2seq_memory.rewind,

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.arrays import batch_axes
 from specjax.errors import UsageError
 from specjax.models import cache as kv
+from specjax.numerics.validation import check_integer
 from specjax.types import Array, PyTree
 
 UNIT = 32
@@ -23,16 +25,23 @@ class Source(NamedTuple):
     length: Array  # int32[B]
 
 
-def sources(texts: Sequence[Sequence[int]]) -> Source:
+def sources(texts: Sequence[Sequence[int]], length: int | None = None) -> Source:
     """Return the input of an encoder for token lists, padded to a common length.
 
-    Raises: UsageError for an empty text.
+    Args:
+      length: tokens of the padded sources, such as those of the longest source of a server. None: the smallest multiple
+        of UNIT.
+
+    Raises: UsageError for no texts, and for a text that is empty, longer than `length` or no list of token ids.
     """
-    if not all(len(text) for text in texts):
-        raise UsageError("a source must have at least one token")
-    width = -(-max(map(len, texts)) // UNIT) * UNIT
-    rows = [[*text, *[0] * (width - len(text))] for text in texts]
-    return Source(jnp.asarray(rows, jnp.int32), jnp.asarray([len(text) for text in texts], jnp.int32))
+    rows = [np.asarray(text) for text in texts]
+    if not rows or not all(row.ndim == 1 and row.size and row.dtype.kind in "iu" for row in rows):
+        raise UsageError("sources must be a list of token lists, each with at least one token; encode texts first")
+    longest = max(map(len, rows))
+    check_integer("length", length, longest)
+    width = -(-longest // UNIT) * UNIT if length is None else length
+    padded = [np.pad(row, (0, width - len(row))) for row in rows]
+    return Source(jnp.asarray(np.stack(padded), jnp.int32), jnp.asarray([len(row) for row in rows], jnp.int32))
 
 
 class SourceMemory(NamedTuple):

@@ -15,7 +15,7 @@ from specjax.models.seq2seq.config import Seq2SeqConfig
 from specjax.models.seq2seq.distance_bias import between, by_distance
 from specjax.models.seq2seq.memory import Seq2SeqCache, Source, SourceMemory
 from specjax.models.seq2seq.sublayers import SourceAttention, make_mlp, make_norm
-from specjax.types import Array, Best, Mixture, Output, Stream
+from specjax.types import Array, Best, Mixture, Output, PyTree, Stream
 
 
 class EncoderBlock(nnx.Module):
@@ -114,3 +114,11 @@ class EncoderDecoder(LanguageModel):
     def _scaled(self, hidden: Array) -> Array:
         c = self.config
         return hidden * jnp.asarray(c.width**-0.5, hidden.dtype) if c.scales_output else hidden
+
+
+def pass_params(params: PyTree) -> PyTree:
+    """Return the parameters that a pass of the decoder reads. The source was encoded before."""
+    decoder = {name: part for name, part in params.items() if not name.startswith("encoder")}
+    of_queries = lambda source: {name: source[name] for name in ("q", "o")}
+    layers = {i: layer | {"source": of_queries(layer["source"])} for i, layer in params["layers"].items()}
+    return decoder | {"layers": layers}

@@ -10,10 +10,8 @@ from flax import nnx
 
 from specjax.models import layers as L
 from specjax.models.seq2seq.config import Seq2SeqConfig
+from specjax.pallas_kernels.tree_attention.reference import NEG
 from specjax.types import Array
-
-NEG = -1e30
-"""Score of a key that is not visible."""
 
 
 def activation(c: Seq2SeqConfig):

@@ -31,6 +31,9 @@ FORMS = {
 }
 
 
+BUDGET_DIGITS = 3
+"""Maximum digits of N in budget:N. This controller compares all depths up to N."""
+
 SPEC_KV = (
     Option("weights", "spec_kv_weights", REQUIRED, "the file of a trained network"),
     Option("gammas", "integers_in_call", (2, 4, 6, 8), "lengths to choose from"),
@@ -65,9 +68,11 @@ def parse(
             tuple(range(n + 1)), costs=costs, dtype=dtype, draft_cost=draft_cost, shares=shares
         ),
     }
-    takes_number = name in ("fixed", "additive", "multiplicative", "bass", "budget")
-    if name not in makers or not (
-        (number.isdecimal() and len(number) < 10 and takes_number) or spec == name != "fixed"
-    ):
-        raise UsageError(f'"{spec}" is not a controller; the forms are {", ".join(FORMS)}')
+    digits = dict.fromkeys(("fixed", "additive", "multiplicative", "bass"), 9) | {"budget": BUDGET_DIGITS}
+    has_number = number.isdecimal() and len(number) <= digits.get(name, 0)
+    if name not in makers or not (has_number or spec == name != "fixed"):
+        raise UsageError(
+            f'"{spec}" is not a controller; the forms are {", ".join(FORMS)}, with N of at most '
+            f"{digits.get(name, 9)} digits"
+        )
     return makers[name](int(number)) if number else makers[name]()

@@ -222,6 +222,10 @@ def timed(
     pass of 0.17 ms took 0.46 ms on two cores, because the time to start a program was added. A pass over 8 tokens then
     seemed to cost 1.7 passes instead of 2.5.
     """
+    if target.model.capabilities.inputs:
+        raise UsageError(
+            f"passes of {target.model.name} read inputs beside tokens and cannot be timed; use other costs"
+        )
     max_width = max(widths)
     context = min(512, target.model.max_positions - max_width) if context is None else context
     if context + max_width > target.model.max_positions:

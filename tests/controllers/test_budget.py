@@ -199,3 +199,9 @@ def test_drafters_without_confidence_are_refused():
     with pytest.raises(UsageError, match="keep_confidence need a head with a trained confidence"):
         eagle = make_drafter("eagle", target, tiny_head("eagle", target), keep_confidence=True)
         decode(target, eagle, [[1, 2]], key=0, max_new_tokens=3)
+
+
+def test_a_depth_that_no_chain_has_is_refused():
+    """The controller has an entry for each depth, so a large one would exhaust the memory."""
+    with pytest.raises(UsageError, match=r'"budget:999999999" is not a controller; .* N of at most 3 digits'):
+        controllers.parse("budget:999999999")

@@ -203,14 +203,16 @@ def _draft(flags: GenerateFlags) -> None:
     log = Console(stderr=True, quiet=not is_first)
     mesh = hosts.make_mesh(flags.hosts)
     programs = open_program_cache(flags.values())
-    session, method = selection.open(log, mesh)
+    session, method = selection.open(log, mesh, reads_sources=True)
     note_training(flags.models.draft, "system", flags.prompts.system, log)
     hosts.check_models(session.target, session.draft, session.head and session.head.head)
     has_encoder = session.target.model.capabilities.inputs
-    source = source._replace(raw=source.raw or has_encoder)  # such models have no chats
+    if has_encoder:
+        for flag, value in (("--compress", run.compress), ("--system", flags.prompts.system)):
+            require(value is None, f"{flag} does not apply to the source of an encoder-decoder; leave it out")
+        source = source._replace(raw=True)  # such models have no chats
     rows, bad = source.encode(lines, session, flags.sampling.max_new_tokens)
     if has_encoder:
-        require(compression is None, "--compress does not apply to the source of an encoder-decoder; leave it out")
         rows = as_sources(rows, session.target.model.config.first_token)
     compressed = None
     if compression is not None:

@@ -70,7 +70,8 @@ class ServerOptions:
     max_slowdown: Annotated[
         float,
         typer.Option(
-            "--max-slowdown", help="Mean time between two tokens of a row while prompts are read, in times without."
+            "--max-slowdown",
+            help="Mean time between two tokens of a row while prompts are read, in times without; inf: no limit.",
         ),
     ] = 1.5
     max_waiting: Annotated[
@@ -129,7 +130,8 @@ class ServerOptions:
             ("shutdown_seconds", 0),
         ):  # fmt: skip
             value, flag = getattr(self, name), "--" + name.replace("_", "-")
-            require(minimum <= value < float("inf"), f"{flag} must be a number of at least {minimum}, not {value}")
+            is_valid = minimum <= value < float("inf") or (name == "max_slowdown" and value == float("inf"))
+            require(is_valid, f"{flag} must be a number of at least {minimum}, not {value}")
         require(all(self.api_key or ()), "--api-key is empty; give a key, or leave it out")
         require(all(self.served_model_name or ()), "--served-model-name is empty; give a name, or leave it out")
         require(

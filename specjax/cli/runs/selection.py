@@ -48,8 +48,11 @@ class Selection(NamedTuple):
     def method(self) -> str:
         return self.methods[0]
 
-    def open(self, log: Console, mesh: Mesh | None = None) -> tuple[Session, str]:
-        """Load the models; return them and the method, which depends on the target if no flag sets it."""
+    def open(self, log: Console, mesh: Mesh | None = None, *, reads_sources: bool = False) -> tuple[Session, str]:
+        """Load the models; return them and the method, which depends on the target if no flag sets it.
+
+        reads_sources: as in `open_session`.
+        """
         if self.decoding.remark:
             log.print(self.decoding.remark, soft_wrap=True)
         if self.default_controller:
@@ -58,6 +61,7 @@ class Selection(NamedTuple):
             log, self.models, self.files.datastore, mesh=mesh, has_head=self.files.head is not None,
             has_denoiser=any("denoiser" in METHODS[name].needs for name in self.methods),
             apart=any("devices" in METHODS[name].needs for name in self.methods), token_map=self.token_map,
+            reads_sources=reads_sources,
         )  # fmt: skip
         session = with_adapted_target(session, self.depth, log)
         return with_default_draft(session, self.method, log) if self.is_default else (session, self.method)

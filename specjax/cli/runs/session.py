@@ -224,6 +224,7 @@ def open_session(
     apart: bool = False,
     token_map: Path | None = None,
     flag: str = "--draft",
+    reads_sources: bool = False,
 ) -> Session:
     """Load the models, over the mesh if there is one, and print a progress line on `log`.
 
@@ -231,6 +232,7 @@ def open_session(
       has_head: True if the draft is a draft head, which is then compared with the target. has_denoiser: True if it is
         a diffusion model. apart: True if target and draft model are placed on different devices.
       token_map: the ids that the head drafts. flag: the flag of the head, for errors.
+      reads_sources: True if the command reads the source of an encoder-decoder.
 
     Raises: UsageError for models and datastores that cannot be loaded, and for different vocabularies.
     """
@@ -250,6 +252,7 @@ def open_session(
         target, tokenizer = _load(
             "--target", models.target, dtype=dtype, cache_dtype=models.cache_dtype, mesh=mesh, same_bits=same_bits,
             max_positions=models.max_positions, quantize=models.quantize, keep_quantized=models.keep_quantized,
+            reads_sources=reads_sources,
         )  # fmt: skip
         tokenizer = _with_template_args(tokenizer, models)
         if store is not None:
@@ -269,7 +272,8 @@ def open_session(
                 advice = "drafts with a diffusion model; use --method two_model"
                 denoiser, other = _load_denoiser("--draft", models.draft, advice, **options)
             else:
-                draft, other = _load("--draft", models.draft, **options)
+                has_source = target.model.capabilities.inputs
+                draft, other = _load("--draft", models.draft, reads_sources=has_source, **options)
                 if apart:
                     target, draft = (jax.device_put(x, jax.local_devices()[i]) for i, x in enumerate((target, draft)))
             check_vocabularies(tokenizer, other)
@@ -342,8 +346,12 @@ def _with_template_args(tokenizer: Any, models: ModelOptions) -> Any:
     return parse_flag("--template-args", use, variables)
 
 
-def _load(flag: str, source: str | None, **options: Any) -> tuple[Target, Any]:
-    """Load an autoregressive model. Raises: UsageError for a model that cannot be loaded, or is a diffusion model."""
+def _load(flag: str, source: str | None, *, reads_sources: bool = False, **options: Any) -> tuple[Target, Any]:
+    """Load an autoregressive model.
+
+    Raises: UsageError for a model that cannot be loaded, for a diffusion model, and for an encoder-decoder if nothing
+      reads a source for it.
+    """
     import specjax
 
     other_kind = (
@@ -351,7 +359,13 @@ def _load(flag: str, source: str | None, **options: Any) -> tuple[Target, Any]:
         "--method deer, diffuspec or failfast"
     )
     with _named_same_bits(), _named_errors(flag, source, other_kind):
-        return specjax.load(source, **options)
+        target, tokenizer = specjax.load(source, **options)
+    require(
+        reads_sources or not target.model.capabilities.inputs,
+        f"{flag}: the encoder-decoder {target.model.name} works in `specjax generate` with a drafter only; choose a "
+        "decoder-only model",
+    )
+    return target, tokenizer
 
 
 def load_beside(session: Session, source: str, flag: str) -> Target:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from specjax import configs
-from specjax.errors import UsageError
+from specjax.errors import UsageError, require
 from specjax.files.untrusted import SENTENCE, guarded_read, shorten
 from specjax.models import abstract_params, loading, storage_options
 from specjax.models.heads.kinds import abstract_head
@@ -26,6 +26,7 @@ from specjax.models.loading.formats import gguf, hf
 from specjax.models.loading.quantized import is_quantized_folder
 from specjax.models.loading.tensors.assembly import Checkpoint, check_tensors
 from specjax.models.loading.tensors.file_formats import with_file_formats
+from specjax.models.seq2seq.config import Seq2SeqConfig
 from specjax.models.storage import stored_format, with_quantized
 from specjax.numerics.quantized_array import QuantizedArray
 
@@ -136,6 +137,10 @@ def _from_folder(folder: Path, options: dict, platform: str, keep_quantized: boo
         config = _quantized_config(folder, record, options, platform, keep_quantized)
     else:
         config = hf.parse_config(record, **options)[0]
+    require(
+        not isinstance(config, Seq2SeqConfig),
+        f"plans and descriptions of the encoder-decoder {config.name} do not exist yet; choose a decoder-only model",
+    )
     denoisers.skip_denoiser_settings(record)
     warn_of_unread(record, stacklevel=4)
     return config

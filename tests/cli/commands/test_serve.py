@@ -1,5 +1,6 @@
 """`specjax serve`: the flags, and a server in a process of its own."""
 
+import math
 import os
 import pathlib
 import signal
@@ -47,6 +48,10 @@ def test_wrong_flags(refused, flags, message):
 def test_defaults_are_those_of_python():
     options = ServerOptions()
     assert (options.prefix_gib, options.max_slowdown) == (PREFIX_GIB, MAX_SLOWDOWN)
+
+
+def test_the_slowdown_may_be_unlimited():
+    assert ServerOptions(max_slowdown=math.inf).max_slowdown == math.inf
 
 
 def test_a_port_that_is_taken(refused):

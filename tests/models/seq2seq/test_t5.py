@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from jax.interpreters import partial_eval as pe
 
 import specjax
 from specjax import UsageError
@@ -143,8 +144,82 @@ def test_what_it_refuses(pair):
     target = pair[1]
     with pytest.raises(UsageError, match="inputs"):
         specjax.decode(target, "autoregressive", [[0]], key=0, max_new_tokens=2)
-    with pytest.raises(UsageError, match="at least one token"):
-        sources([[]])
+    for texts in ([[]], [], ["w3 w4"], [3, 4], [[1.5]]):
+        with pytest.raises(UsageError, match="at least one token"):
+            sources(texts)
+    with pytest.raises(UsageError, match="length must be a whole number of at least 3, not 2"):
+        sources([[5], [3, 4, 5]], length=2)
+
+
+def test_a_server_pads_all_sources_to_one_length(pair):
+    """Sources of different lengths enter one row after another; each text is that of its source alone."""
+    target = pair[1]
+    padded = [sources([source], length=64) for source in SOURCES]
+    requests = [specjax.Request([0], n, inputs=jax.tree.map(lambda x: x[0], source)) for n, source in enumerate(padded)]
+    texts = {n: [] for n in range(len(SOURCES))}
+    for served in specjax.serve(
+        target, "prompt_lookup", requests, slots=1, longest_prompt=4, max_new_tokens=8, inputs=requests[0].inputs
+    ):
+        assert served.error is None
+        texts[served.request] += served.tokens
+    plain = specjax.decode(
+        target, "autoregressive", [[0]] * len(SOURCES), key=0, inputs=sources(SOURCES), max_new_tokens=8
+    )
+    assert list(texts.values()) == plain.to_lists()
+
+
+def test_costs_count_the_parameters_of_a_pass(pair):
+    """A pass of the decoder reads neither the encoder nor the projections of the source."""
+    target = pair[1]
+    text = jnp.zeros((2, 1), jnp.int32)
+    cache = target.model.init_cache(target.params, sources(SOURCES), 2, 8)
+    of = lambda params: target.model.forward(params, text, cache, positions=text, mask=jnp.ones((2, 1, 1), bool))[0]
+    jaxpr = jax.make_jaxpr(lambda params: of(params).logits)(target.params)
+    closed, _ = pe.dce_jaxpr(jaxpr.jaxpr, [True])
+    read = sum(var.aval.size for var in closed.invars)
+    assert sum(x.size for x in jax.tree.leaves(target.pass_params)) == read
+
+
+REFUSALS = {
+    "bench": ["PROMPTS"], "chat": [], "explain": ["w3 w4"], "serve": [], "inspect": None,
+    "train": ["--method", "eagle3", "--prompts", "PROMPTS", "--out", "OUT"], "plan": ["--topology", "v5e:1x1"],
+    "compile": ["--topology", "v5e:1x1"],
+}  # fmt: skip
+
+
+def refusal(capsys, *arguments):
+    """Return the last line of a command that ends with a wrong flag."""
+    with pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    assert end.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", REFUSALS)
+def test_other_commands_name_the_model_and_a_way_out(command, tmp_path, capsys):
+    folder = tmp_path / "flan"
+    saved("flan", folder)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w3 w4"}\n')
+    names = {"PROMPTS": str(tmp_path / "prompts.jsonl"), "OUT": str(tmp_path / "head")}
+    flags = REFUSALS[command]
+    arguments = [str(folder)] if flags is None else [*(names.get(x, x) for x in flags), "--target", str(folder)]
+    error = refusal(capsys, command, *arguments)
+    assert "encoder-decoder" in error and "flan" in error and "decoder-only model" in error
+
+
+def test_a_system_prompt_is_refused(tmp_path, capsys):
+    saved("flan", tmp_path)
+    error = refusal(capsys, "generate", "w3 w4", "--target", str(tmp_path), "--system", "w5")
+    assert error == "specjax: --system does not apply to the source of an encoder-decoder; leave it out"
+
+
+@pytest.mark.parametrize("sizes", [{"relative_attention_num_buckets": 2}, {"relative_attention_max_distance": 4}])
+def test_buckets_without_a_logarithmic_part_are_refused(sizes, tmp_path):
+    saved("flan", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
+    with pytest.raises(UsageError, match=next(iter(sizes))):
+        load(tmp_path)
 
 
 def test_the_command_line_reads_the_prompt_as_the_source(tmp_path, capsys):

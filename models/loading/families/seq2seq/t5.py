@@ -81,10 +81,7 @@ def config_from_hf(hf: ConfigFields, **options) -> Seq2SeqConfig:
         query_scale=1.0,
         tied=tied,
         scales_output=_scales_output(hf, kind),
-        buckets=DistanceBuckets(
-            hf.size("relative_attention_num_buckets", maximum=HEADS),
-            hf.size("relative_attention_max_distance", maximum=ROWS),
-        ),
+        buckets=_buckets(hf),
         bias_per_layer=kind == "umt5",
         gated=gated,
         feed_activation=activation,
@@ -92,6 +89,13 @@ def config_from_hf(hf: ConfigFields, **options) -> Seq2SeqConfig:
         max_positions=MAX_POSITIONS,
         **options,
     )
+
+
+def _buckets(hf: ConfigFields) -> DistanceBuckets:
+    """Return the buckets of the biases. Raises: UsageError if a direction has no logarithmic ones."""
+    count = hf.size("relative_attention_num_buckets", minimum=4, maximum=HEADS)
+    single = count // 2  # distances of the decoder with a bucket of their own
+    return DistanceBuckets(count, hf.size("relative_attention_max_distance", minimum=single + 1, maximum=ROWS))
 
 
 def _scales_output(hf: ConfigFields, kind: str) -> bool:
