@@ -14,6 +14,7 @@ from specjax.errors import UsageError
 from specjax.models.bridge import make_model
 from specjax.models.decoder import DecoderConfig
 from specjax.models.hybrid.config import HybridConfig
+from specjax.models.seq2seq.config import Seq2SeqConfig
 from specjax.models.storage.schemes import MIN_GROUP, formats_of_layers
 from specjax.numerics.quantized_array import QuantizedArray, is_quantized
 from specjax.types import Array, Model, PyTree, Target
@@ -41,12 +42,9 @@ def prune_layers(target: Target, layers: Sequence[int]) -> Target:
             )
         target = separate_layers(target)
         config = target.model.config
-    layer_params = target.params["layers"]
-    if all(str(key).isdigit() for key in layer_params):
-        keys = sorted(layer_params, key=int)
-        selected = {keys[place]: layer_params[keys[layer]] for place, layer in enumerate(layers)}
-    else:
-        selected = jax.tree.map(lambda x: x[jnp.asarray(layers)], layer_params)
+    selected = {"layers": _select(target.params["layers"], layers)}
+    if isinstance(config, Seq2SeqConfig) and config.bias_per_layer:
+        selected["bias"] = _select(target.params["bias"], layers)
     changes: dict[str, Any] = {"num_layers": len(layers)}
     if getattr(config, "is_global", None) is not None:
         changes["is_global"] = tuple(config.is_global[layer] for layer in layers)
@@ -56,7 +54,15 @@ def prune_layers(target: Target, layers: Sequence[int]) -> Target:
         changes["mlp_widths"] = tuple(config.mlp_widths[layer] for layer in layers)
     if getattr(config, "quantized", ()):
         changes["quantized"] = formats_of_layers(config, layers)
-    return Target(rebuild_model(target, dataclasses.replace(config, **changes)), target.params | {"layers": selected})
+    return Target(rebuild_model(target, dataclasses.replace(config, **changes)), target.params | selected)
+
+
+def _select(params: PyTree, layers: Sequence[int]) -> PyTree:
+    """Return the parameters of these layers, which are numbered or stacked."""
+    if not all(str(key).isdigit() for key in params):
+        return jax.tree.map(lambda x: x[jnp.asarray(layers)], params)
+    keys = sorted(params, key=int)
+    return {keys[place]: params[keys[layer]] for place, layer in enumerate(layers)}
 
 
 def mlp_widths(target: Target) -> tuple[int, ...]:
@@ -68,6 +74,8 @@ def mlp_widths(target: Target) -> tuple[int, ...]:
         raise UsageError(
             f"{target.model.name} has layers of several kinds, whose MLPs cannot be cut; use another model"
         )
+    if isinstance(config, Seq2SeqConfig):
+        raise UsageError(f"{target.model.name} has an encoder, whose MLPs cannot be cut; use a decoder-only model")
     if config.experts is not None:
         raise UsageError(f"{target.model.name} is a mixture of experts, whose MLPs cannot be cut; use a dense model")
     return config.widths_of_mlps()

@@ -223,9 +223,8 @@ def timed(
     seemed to cost 1.7 passes instead of 2.5.
     """
     if target.model.capabilities.inputs:
-        raise UsageError(
-            f"passes of {target.model.name} read inputs beside tokens and cannot be timed; use other costs"
-        )
+        reason = f"passes of {target.model.name} read inputs beside tokens and cannot be timed"
+        raise UsageError(f"{reason}; choose other costs than measured ones")
     max_width = max(widths)
     context = min(512, target.model.max_positions - max_width) if context is None else context
     if context + max_width > target.model.max_positions:

@@ -45,6 +45,9 @@ from specjax.retrieval.last_queries import check_full_attention, last_queries
 from specjax.trees import Builder
 from specjax.types import Array, Context, Drafter, Model, Target
 
+CHUNK_TOKENS, QUERY_TOKENS = 128, 64
+"""Default sizes of a chunk and of the query."""
+
 METHOD = Method(
     name="rapid",
     kind="drafter",
@@ -77,8 +80,8 @@ def rapid(
     tree: Builder | None = None,
     *,
     budget: int = 4096,
-    chunk: int = 128,
-    query: int = 64,
+    chunk: int = CHUNK_TOKENS,
+    query: int = QUERY_TOKENS,
     score: str = "tokens",
     max_new_tokens: int = 1024,
     refresh: int | None = None,

@@ -28,9 +28,10 @@ from specjax.drafters.layers import sparse_cache as sparse
 from specjax.drafters.layers.early_exit import context_target
 from specjax.drafters.layers.sparse_cache import SelectionSettings
 from specjax.drafters.model.middle_chain import ChainRule, draft_chain, make_rule, skip_chain
-from specjax.drafters.model.rapid import rapid
+from specjax.drafters.model.rapid import CHUNK_TOKENS, QUERY_TOKENS, rapid
 from specjax.drafters.model.two_model import two_model
 from specjax.engine.prepare import check_pair
+from specjax.numerics.validation import check_integer
 from specjax.trees.contracts import verify_widths
 from specjax.types import Array, Context, Drafter, Hooks, Model, Output, PyTree, Target, TokenTree, Traits, TreeSize
 
@@ -93,7 +94,12 @@ def triforce(
 def make_triforce(
     target: Target, draft: Target, *, num_inner: int = 1, draft_budget: int | None = None, **options
 ) -> Drafter:
-    """Return `triforce` with a draft model that reads the text, or its relevant chunks with a `draft_budget`."""
+    """Return `triforce` with a draft model that reads the text, or its relevant chunks with a `draft_budget`.
+
+    Raises: UsageError for a setting out of range.
+    """
+    check_integer("num_inner", num_inner)
+    check_integer("draft_budget", draft_budget, CHUNK_TOKENS + QUERY_TOKENS)
     if draft_budget is None:
         return triforce(target, two_model(draft, num_inner, lag=3), **options)
     return triforce(target, rapid(draft, num_inner, budget=draft_budget), **options)

@@ -14,6 +14,7 @@ from specjax.catalog import METHODS
 from specjax.drafters import rapid, triforce, two_model
 from specjax.drafters.layers.sparse_cache import SELECTIONS
 from specjax.drafters.making import make_drafter
+from specjax.drafters.model.triforce import make_triforce
 from specjax.types import Target
 
 SMALL = {"sinks": 2, "window": 4, "chunk": 3, "budget": 7, "refresh": 5, "pays_from": 0}
@@ -116,3 +117,6 @@ def test_what_is_refused():
         triforce(depths.target(), inner, budget=16)
     with pytest.raises(UsageError, match="has no cache of keys and values on one device, which triforce needs"):
         triforce(markov(), inner)
+    for option, smallest in (("num_inner", 1), ("draft_budget", 192)):
+        with pytest.raises(UsageError, match=f"{option} must be a whole number of at least {smallest}, not 0"):
+            make_triforce(depths.target(), draft(), **{option: 0})

@@ -151,6 +151,21 @@ def test_what_it_refuses(pair):
         sources([[5], [3, 4, 5]], length=2)
 
 
+def test_pruned_models(pair):
+    """A model without its second layer has the logits of one whose second layer adds nothing."""
+    target = pair[1]
+    pruned = specjax.models.prune_layers(target, [0, 2])
+    silent = jax.tree.map(lambda x: x, target.params)
+    for part in ("attention", "source"):
+        silent["layers"][1][part]["o"]["weight"] *= 0
+    silent["layers"][1]["mlp"]["down"]["weight"] *= 0
+    texts = texts_of(6)
+    expected = our_logits(dataclasses.replace(target, params=silent), texts, 6)
+    np.testing.assert_allclose(our_logits(pruned, texts, 6), expected, atol=1e-5)
+    with pytest.raises(UsageError, match="has an encoder, whose MLPs cannot be cut"):
+        specjax.models.narrow_mlps(target, 8)
+
+
 def test_a_server_pads_all_sources_to_one_length(pair):
     """Sources of different lengths enter one row after another; each text is that of its source alone."""
     target = pair[1]
@@ -207,8 +222,10 @@ def test_other_commands_name_the_model_and_a_way_out(command, tmp_path, capsys):
     assert "encoder-decoder" in error and "flan" in error and "decoder-only model" in error
 
 
-def test_a_system_prompt_is_refused(tmp_path, capsys):
+def test_flags_without_a_meaning_are_refused(tmp_path, capsys):
     saved("flan", tmp_path)
+    error = refusal(capsys, "generate", "w3 w4", "--target", str(tmp_path), "--costs", "measured")
+    assert "passes of" in error and "cannot be timed; choose other costs" in error
     error = refusal(capsys, "generate", "w3 w4", "--target", str(tmp_path), "--system", "w5")
     assert error == "specjax: --system does not apply to the source of an encoder-decoder; leave it out"
 
