@@ -41,6 +41,7 @@ class TextOrigin(NamedTuple):
     processors: tuple[Processor, ...] = ()
     sampling: Sampling = Sampling()
     key: Array | None = None  # key[], of the row; None: the text is greedy
+    inputs: PyTree = None  # arrays [1, ...] of the row, for a model that reads more than tokens
 
 
 class Difference(NamedTuple):
@@ -72,7 +73,8 @@ def find_difference(
         return None
     prefix = plain[:position]
     process = lambda logits: np.asarray(pipeline.process_text(origin.processors, prompt, prefix, jnp.asarray(logits)))
-    of_width = lambda width: measured_logits(target, [*prompt, *prefix], len(prompt), width, origin.batch)
+    ids, batch, inputs = [*prompt, *prefix], origin.batch, origin.inputs
+    of_width = lambda width: measured_logits(target, ids, len(prompt), width, batch, inputs)
     narrow, rounding = of_width(1), 0.0
     logits = process(narrow[-1]) if origin.processors else narrow[-1]
     for width in sorted({*origin.widths} - {1}):
@@ -172,11 +174,15 @@ def next_logits(target: Target, ids: Sequence[int], prompt: int) -> np.ndarray:
     return measured_logits(target, ids, prompt, 1)[-1]
 
 
-def measured_logits(target: Target, ids: Sequence[int], prompt: int, width: int, batch: int = 1) -> np.ndarray:
+def measured_logits(
+    target: Target, ids: Sequence[int], prompt: int, width: int, batch: int = 1, inputs: PyTree = None
+) -> np.ndarray:
     """Return the target's logits float32[n, V] at the last n positions of a text, up to NUM_MEASURED.
 
     The prompt, the first `prompt` ids, is read as by `decode`. The other tokens are read in passes of `width` tokens,
     beside as many copies of the text as there are other rows in the batch.
+
+    inputs: as in `TextOrigin`.
     """
     parts = 1 if target.model.mesh is None else target.model.mesh.shape.get("data", 1)
     chunks = 1 - (-len(ids) // CHUNK) - (-width // CHUNK)  # widths share the program of the prompt
@@ -184,7 +190,8 @@ def measured_logits(target: Target, ids: Sequence[int], prompt: int, width: int,
     tokens[:, : len(ids)] = ids
     length, start = jnp.int32(len(ids)), jnp.int32(prompt - 1)  # the last token of the prompt is in the first pass
     text = jnp.asarray(tokens)
-    cache = _read_prompt(target, text, start, max(width, 1))
+    inputs = jax.tree.map(lambda x: jnp.repeat(x, len(tokens), 0), inputs)
+    cache = _read_prompt(target, text, start, max(width, 1), inputs)
     logits = parallel.gather(_logits_of_passes(target, cache, text, length, start, width))
     return logits[-min(len(ids) - prompt + 1, NUM_MEASURED) :]
 
@@ -196,11 +203,11 @@ def _under_mesh(target: Target) -> contextlib.AbstractContextManager:
 
 
 @jit(static_argnames="width")
-def _read_prompt(target: Target, tokens: Array, start: Array, width: int) -> PyTree:
+def _read_prompt(target: Target, tokens: Array, start: Array, width: int, inputs: PyTree) -> PyTree:
     """Return a cache of the first `start` tokens of equal rows, for passes of `width` tokens."""
     model, counts = target.model, jnp.broadcast_to(start, tokens.shape[:1])
     with _under_mesh(target):
-        cache = model.start_cache(target.params, None, counts + 1, tokens.shape[1])
+        cache = model.start_cache(target.params, inputs, counts + 1, tokens.shape[1])
         cache = prefill(model, target.params, cache, tokens, counts)
         return model.cache_after_prompt(target.params, cache, tokens, counts + 1, width)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
@@ -19,7 +21,7 @@ from specjax.cli.output.text import DRAFTED_STYLE, TextStream
 from specjax.cli.runs.compression.prompts import CompressedPrompts
 from specjax.cli.runs.decoding import Decoding, without_draft
 from specjax.cli.runs.environment import peak_memory_bytes, stage
-from specjax.cli.runs.run import PromptRun, Report, describe_memory, print_heading
+from specjax.cli.runs.run import PromptRun, Report, describe_memory, inputs_of, print_heading
 from specjax.cli.runs.session import Session
 from specjax.engine.run import canonical
 from specjax.persistence import Checkpoints
@@ -85,7 +87,8 @@ class Generation(PromptRun):
 
     def compile(self, log: Console) -> None:
         """Compile every program that `run` needs."""
-        shapes = {measure.bucket([row.ids for row in batch]): batch for batch in self.batches}
+        shape_of = lambda batch: (measure.bucket([row.ids for row in batch]), jax.tree.map(jnp.shape, inputs_of(batch)))
+        shapes = {shape_of(batch): batch for batch in self.batches}
         with stage(log, "compiling", f"compiled {self.method.name}{' and plain decoding' if self.plain else ''}"):
             for batch in shapes.values():
                 self.compile_seconds += measure.warm_stream(
@@ -254,7 +257,7 @@ class Generation(PromptRun):
                 "text": text.plain,
                 "token_ids": ids,
                 "finish_reason": "stop" if text.is_stopped else "eos" if eos else "length",
-                "prompt_tokens": len(row.ids),
+                "prompt_tokens": len(row.source or row.ids),
                 **({} if self.more.compressed is None else self.more.compressed.record(row.ordinal)),
                 "tokens": len(ids),
                 "target_passes": int(count),

@@ -19,7 +19,7 @@ from specjax.diffusion import Denoiser, Procedure
 from specjax.engine.prepare import Settings
 from specjax.errors import UsageError
 from specjax.models import sources
-from specjax.types import Drafter, Target
+from specjax.types import Drafter, PyTree, Target
 
 
 class Report(NamedTuple):
@@ -31,6 +31,12 @@ class Report(NamedTuple):
     is_first: bool = True  # False on hosts that print nothing
     bad: Sequence[BadLine] = ()
     path: Path | None = None  # the file of the prompts
+
+
+def inputs_of(batch: Sequence[Encoded]) -> PyTree:
+    """Return the inputs of an encoder for the sources of a batch; None for prompts without sources."""
+    texts = [row.source for row in batch if row.source is not None]
+    return sources(texts) if texts else None
 
 
 class PromptRun:
@@ -87,14 +93,13 @@ class PromptRun:
     ) -> DecodeTask:
         """Return a batch with its keys and settings."""
         keys = row_keys(self.decoding.seed, [row.ordinal for row in batch])
-        inputs = sources([row.source for row in batch if row.source is not None]) if batch[0].source else None
         rows = [row.ids for row in batch]
-        return DecodeTask(target, drafter, rows, keys, settings, self.decoding.max_new_tokens, inputs)
+        return DecodeTask(target, drafter, rows, keys, settings, self.decoding.max_new_tokens, inputs_of(batch))
 
     def origin_of(self, row: Encoded, settings: Settings, widths: Sequence[int], batch: int) -> TextOrigin:
         """Return the decoding of a prompt's text in a batch, with passes of some widths."""
         key = None if settings.is_greedy else row_keys(self.decoding.seed, [row.ordinal])[0]
-        return TextOrigin(widths, batch, tuple(settings.processors), settings.to_sampling(), key)
+        return TextOrigin(widths, batch, tuple(settings.processors), settings.to_sampling(), key, inputs_of([row]))
 
     def run(self, report: Report) -> None:
         """Decode all batches."""

@@ -13,6 +13,8 @@ from jax.interpreters import partial_eval as pe
 
 import specjax
 from specjax import UsageError
+from specjax.bench import measure
+from specjax.bench.near_ties import TextOrigin, find_difference
 from specjax.cli import main
 from specjax.models import sources
 
@@ -249,6 +251,33 @@ def test_the_command_line_reads_the_prompt_as_the_source(tmp_path, capsys):
     plain = specjax.decode(target, "autoregressive", [[0]], key=0, inputs=sources(SOURCES[:1]), max_new_tokens=12)
     assert not end.value.code and document["identical"]
     assert document["results"][0]["token_ids"] == plain.to_lists()[0]
+
+
+def test_a_difference_of_two_texts_is_explained_from_the_source(pair):
+    """The second text has another second token, and the gap there is that of the logits of the source."""
+    target = pair[1]
+    logits = our_logits(target, texts_of(2), 2)[1, -1]
+    first, best, other = texts_of(2)[1][1], int(np.argmax(logits)), int(np.argsort(logits)[-2])
+    origin = TextOrigin((1, 4), batch=3, inputs=sources(SOURCES[1:]))
+    difference = find_difference(target, [0], [first, other], [first, best], origin)
+    assert difference.position == 1 and not difference.near_tie
+    np.testing.assert_allclose(difference.top_two_gap, logits[best] - logits[other], atol=1e-3)
+
+
+def test_all_programs_are_compiled_before_the_clock_starts(tmp_path, capsys, monkeypatch):
+    """Sources of 20 and 40 tokens have programs of their own."""
+    saved("flan", tmp_path / "model")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": " ".join(["w5"] * count)}) + "\n" for count in (20, 40)))
+    flags = ["--batch-file", str(prompts), "--method", "autoregressive", "--max-new-tokens", "4", "--json"]
+    compiled, warm = [], measure.warm_stream
+    monkeypatch.setattr(measure, "warm_stream", lambda task, *more, **options: (
+        compiled.append(task.inputs.tokens.shape), warm(task, *more, **options))[1])  # fmt: skip
+    with pytest.raises(SystemExit) as end:
+        main(["generate", "--target", str(tmp_path / "model"), "--no-cache", *flags])
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert not end.value.code and [result["prompt_tokens"] for result in results] == [20, 40]
+    assert compiled == [(1, 32), (1, 64)]
 
 
 def test_saved_and_quantised_models(tmp_path):
