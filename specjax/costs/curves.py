@@ -86,7 +86,9 @@ def evaluate(
     """Return the relative costs float32[W] of passes over `widths` tokens in each of `batch` rows; the first is 1."""
     if isinstance(costs, Curve):
         return costs(widths)
-    return np.asarray(costs, np.float32) if costs else estimated(widths, batch, dtype, platform, shares)
+    if not costs:
+        return estimated(widths, batch, dtype, platform, shares)
+    return np.asarray(costs, np.float32) / np.float32(costs[0])
 
 
 def shares_of(target: Target, platform: str | None = None) -> Shares:

@@ -156,7 +156,8 @@ def parse_widths(text: str) -> list[int]:
 def check_stages(programs: ProgramOptions, unused: Mapping[str, Any]) -> None:
     """Raise a UsageError for a flag of `unused` that is set beside --stages, or for an axis of a mesh."""
     for flag, value in unused.items():
-        require(not value, f"--stages counts target passes only and has no {flag}; leave one of them out")
+        is_unset = value is None or value in ([], ())
+        require(is_unset, f"--stages counts target passes only and has no {flag}; leave one of them out")
     axes = {"--data": programs.data, "--layer": programs.layer, "--sequence": programs.sequence,
             "--expert": programs.expert, "--model": 1 if programs.model is None else 0}  # fmt: skip
     for flag, value in axes.items():

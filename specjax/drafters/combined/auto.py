@@ -125,6 +125,7 @@ class DraftRecord(NamedTuple):
     promise: Array  # float32[], moving average of the expected savings of drafts, in passes of width 1
     rest: Array  # int32[], plain steps until the next draft
     balance: Array  # float32[], plain passes that drafts may still lose, see `account`
+    has_proposed: Array  # bool[], the next pass is for a tree of `auto`, not for one of another drafter
 
 
 class HeadState(NamedTuple):
@@ -271,7 +272,7 @@ def _functions(config: Config) -> Drafter:
 def _init(config: Config, params, context: Context) -> State:
     matrix = config.recycling.init((), context)
     past = node_statistics.init(len(config.prior), context.tokens.shape[0], config.shape)
-    record = DraftRecord(past, jnp.float32(HOPE), jnp.int32(0), jnp.float32(account.OPENING))
+    record = DraftRecord(past, jnp.float32(HOPE), jnp.int32(0), jnp.float32(account.OPENING), jnp.bool_(False))
     texts = _history(config, params).rollouts
     sources = rollouts.find_sources(texts, context) if isinstance(texts, Rollouts) else ()
     sharing = init_sharing() if config.counted_experts(context.target) else ()
@@ -290,7 +291,7 @@ def _history(config: Config, params: AutoHistory | Params | tuple[()]) -> AutoHi
 
 def _axes(config: Config, state: State) -> State:
     rows = batch_axes.rows_first(state)
-    shared = dict.fromkeys(("promise", "rest", "balance"), batch_axes.SHARED)
+    shared = dict.fromkeys(("promise", "rest", "balance", "has_proposed"), batch_axes.SHARED)
     record = rows.record._replace(**shared)
     rows = rows._replace(record=record, sharing=batch_axes.shared(state.sharing))
     if config.head is None or not isinstance(state.head, HeadState):
@@ -309,7 +310,7 @@ def _propose(config: Config, params, keys, state: State, context: Context, limit
         successors: SuccessorLookup, history: AutoHistory, record: DraftRecord, *position
     ) -> tuple[TokenTree, DraftRecord]:
         draft, past = _draft_without_head(config, passes, successors, history, state.sources, record, *position)
-        return draft.tree, _record_draft(config, record, draft, past)
+        return draft.tree, _record_draft(config, record, draft, past, config.draft_cost)
 
     def skip(
         successors: SuccessorLookup, history: AutoHistory, record: DraftRecord, *position
@@ -366,7 +367,8 @@ def _propose_with_head(
     schedule = head_schedule.update_schedule(schedule, cost, without_head.saved, draft.saved, runs_head)
     net = draft._replace(saved=jnp.maximum(draft.saved - jnp.where(runs_head, cost, 0.0), without_head.saved))
     pick = lambda old, new: jnp.where(is_resting, old, new)
-    record = jax.tree.map(pick, _record_pause(record), _record_draft(config, record, net, past))
+    paid = config.draft_cost + jnp.where(runs_head, cost, 0.0)
+    record = jax.tree.map(pick, _record_pause(record), _record_draft(config, record, net, past, paid))
     return draft.tree, state._replace(record=record, head=HeadState(read, schedule))
 
 
@@ -413,13 +415,15 @@ def _empty_draft(config: Config, context: Context, limit: Array) -> RankedDraft:
     return RankedDraft(tree, Drafted(none, none > 0, none, none[:, 0]), jnp.float32(0))
 
 
-def _record_draft(config: Config, record: DraftRecord, draft: RankedDraft, past: NodeStatistics) -> DraftRecord:
-    """Return the record after a draft. Drafts pause while they save less than they cost."""
+def _record_draft(
+    config: Config, record: DraftRecord, draft: RankedDraft, past: NodeStatistics, cost: Array | float
+) -> DraftRecord:
+    """Return the record after a draft that took `cost` plain passes. Drafts pause while they save less."""
     promise = record.promise + RECENT * (draft.saved - record.promise)
     saves_less = (promise < config.draft_cost) & (draft.saved < config.draft_cost)
     pause = jnp.where(saves_less, _pause(config), jnp.zeros_like(record.rest))
-    balance = account.pay(record.balance, -config.draft_cost)
-    return DraftRecord(node_statistics.store_pending(past, draft.drafted), promise, pause, balance)
+    balance = account.pay(record.balance, -cost)
+    return DraftRecord(node_statistics.store_pending(past, draft.drafted), promise, pause, balance, jnp.bool_(True))
 
 
 def _pause(config: Config) -> int:
@@ -434,7 +438,7 @@ def _learn_every(config: Config) -> int:
 
 def _record_pause(record: DraftRecord) -> DraftRecord:
     """Return the record after a step without a draft."""
-    return record._replace(rest=record.rest - 1)
+    return record._replace(rest=record.rest - 1, has_proposed=jnp.bool_(True))
 
 
 def _prefill(config: Config, params: Params, state: State, *chunk) -> State:
@@ -474,9 +478,11 @@ def _update(config: Config, params, state: State, observation, verdict) -> State
     if observation == ():
         return state
     recycled, pairs, ratio, gain = observation
-    balance = account.pay(state.record.balance, gain)
-    pause = jnp.maximum(state.record.rest, account.plain_steps(balance))
-    state = state._replace(record=state.record._replace(balance=balance, rest=pause))
+    record = state.record
+    # Beside other drafters, as in `choice`, the pass may be for a tree of one of them.
+    balance = account.pay(record.balance, jnp.where(record.has_proposed, gain, 0.0))
+    pause = jnp.maximum(record.rest, account.plain_steps(balance))
+    state = state._replace(record=record._replace(balance=balance, rest=pause, has_proposed=jnp.bool_(False)))
     if config.head is not None:
         assert isinstance(state.head, HeadState)
         state = state._replace(head=state.head._replace(read=pending_pairs.append(state.head.read, pairs)))
@@ -501,7 +507,7 @@ def _explain(previous: State, current: State) -> str:
     """Explain why a step did or did not draft."""
     old, new = previous.record, current.record
     if old.rest > 0 and old.balance < 0:
-        excess = f"drafts cost {-float(old.balance):.1f} passes more than they may lose"
+        excess = f"drafts cost {-float(old.balance):.2f} passes more than they may lose"
         return f"pauses: {excess}; drafts in {int(old.rest)} steps"
     if old.rest > 0:
         expected = f"recent drafts were expected to save {float(old.promise):.2f} passes"

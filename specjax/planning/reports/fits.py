@@ -95,6 +95,7 @@ def what_fits(
       dtype: "bfloat16" or "float32"; None: both.
       quantize: a scheme of `specjax.load`; None: the formats of the file and, without `dtype`, also the schemes for
         bfloat16: all for a target, and int8 and int4-weights for the built-in configs that do not fit without one.
+        With `keep_quantized` there are no other schemes.
       context: tokens of the prompt.
       device_bytes: memory of a device; None: that of the chip.
       options: other arguments of `make_workload`: batch, max_new_tokens, cache_dtype, data, model and others.
@@ -119,7 +120,7 @@ def what_fits(
             name, scheme, make(source, kind, scheme), context, room
         )
         rows = [fit(kind, quantize) for kind in dtypes]
-        if dtype is None and quantize is None:
+        if dtype is None and quantize is None and not options.get("keep_quantized"):
             schemes = SCHEME_NAMES if target is not None else PROPOSED if rows[0].reason else ()
             rows += [fit(DTYPES[0], scheme) for scheme in schemes]
         models += rows

@@ -11,6 +11,7 @@ from specjax.models.hybrid.config import Feed, HybridConfig, LayerKind, Mixer
 from specjax.planning.compiler import Notify, compile_programs
 from specjax.planning.inputs.topologies import one_of
 from specjax.planning.records import ProgramReport
+from specjax.planning.stages.report import both_parts_of
 from specjax.planning.workload import Workload, make_workload
 
 VOCAB = 256
@@ -64,6 +65,7 @@ def _stage_workloads(work: Workload, split: tuple[int, int]) -> tuple[Workload, 
     """Return the plain workloads of both stages. Raises: UsageError for a split that the model does not have."""
     if work.reading is not None:
         raise UsageError(f"--target: {work.target.name} is a diffusion model, whose stages are not compiled")
+    both_parts_of(work)
     attention, feed = split
     if min(split) < 1 or (sum(split) > work.topology.num_devices and split != (1, 1)):
         raise UsageError(

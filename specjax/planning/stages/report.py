@@ -102,10 +102,7 @@ def plan_stages(
     work = make_workload(target, topology, **options)
     sizes, counts = check_widths(widths), _counts(work.batch, micro_batches)
     _check(work)
-    parts = parts_of(work.target, work.context)
-    if not parts.attention.bytes or not parts.feed.bytes + parts.experts.bytes:
-        missing = "feed-forward" if parts.attention.bytes else "attention"
-        raise UsageError(f"--target: {work.target.name} has no {missing} layers, so it has no two stages")
+    parts = both_parts_of(work)
     experts = parts.sizes and (parts.sizes.num_experts, parts.sizes.routing.num_chosen)
     return StagePlan(
         target=work.target.name,
@@ -117,6 +114,15 @@ def plan_stages(
         experts=experts,
         rows=tuple(_row(work, parts, nodes, counts) for nodes in sizes),
     )
+
+
+def both_parts_of(work: Workload) -> StageParts:
+    """Return the parts of the target. Raises: UsageError for a model without one of them."""
+    parts = parts_of(work.target, work.context)
+    if not parts.attention.bytes or not parts.feed.bytes + parts.experts.bytes:
+        missing = "feed-forward" if parts.attention.bytes else "attention"
+        raise UsageError(f"--target: {work.target.name} has no {missing} layers, so it has no two stages")
+    return parts
 
 
 def _row(work: Workload, parts: StageParts, nodes: int, counts: Sequence[int]) -> StageRow:

@@ -4,13 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import markov
+from heads import tiny_head
+from toy import markov, tiny_llama
 
-from specjax import stream
-from specjax.drafters import auto
+from specjax import decode, stream
+from specjax.drafters import auto, choice, prompt_lookup
 from specjax.drafters.combined import account
 from specjax.drafters.combined.auto import DRAFTING
 from specjax.drafters.widths import PassWidths
+from specjax.engine.prepare import Settings, prepare
+from specjax.engine.run import start
+from specjax.engine.step import step as run_step
 from specjax.trees import node_statistics
 
 WIDTHS, COSTS = (1, 4, 8), (1.0, 2.0, 3.0)
@@ -66,3 +70,39 @@ def test_wrong_expectations_lose_a_bounded_number_of_passes(monkeypatch):
     jax.clear_caches()
     assert lost(new) > 3 * bound
     jax.clear_caches()
+
+
+def drafts_after(steps, target, drafter):
+    """Return the drafter's state after some steps."""
+    job = prepare(target, drafter, [[1, 2, 3, 1, 2, 3, 1, 2]], Settings(), key=jax.random.key(0), max_new_tokens=30)
+    state, advance = start(job), jax.jit(run_step)
+    for _ in range(steps):
+        state, _ = advance(job.parts, state)
+    return state.draft
+
+
+def test_the_draft_of_a_head_is_paid_from_the_account():
+    target = tiny_llama()
+    options = {"head_tree": ((0,), (1,), (0, 0)), "widths": (1, 3, 6), "costs": (1.0, 2.5, 3.0)}
+    balance = lambda cost: float(
+        drafts_after(1, target, auto(64, head=tiny_head("eagle3", target), head_cost=cost, **options)).record.balance
+    )
+    assert balance(0.5) - balance(1.5) == pytest.approx(1)
+
+
+def test_passes_of_other_drafters_are_not_in_the_account():
+    """The first steps of `choice` are plain, and of its first drafter, whose passes are wider than those of `auto`."""
+    ours = auto(64, widths=(1, 4), costs=(1.0, 2.0))
+    drafter = choice(prompt_lookup(7, min_ngram=1), ours, depths=(7,), costs=(1.0, 2.0, 3.0))
+    balances = [float(drafts_after(n, tiny_llama(), drafter).several[1].record.balance) for n in (1, 2, 3)]
+    assert balances[:2] == [account.OPENING] * 2
+    assert balances[2] != account.OPENING
+
+
+def test_costs_are_relative_to_the_first():
+    """An account of plain passes that cost 2.0 would always be overdrawn."""
+    target = markov(np.roll(np.eye(7, dtype=np.float32), 1, 1))
+    passes = lambda costs: int(
+        decode(target, auto(7, widths=WIDTHS, costs=costs), [[0]], key=0, max_new_tokens=60).stats.target_passes[0]
+    )
+    assert passes((2.0, 2.2, 2.4)) == passes((1.0, 1.1, 1.2)) < 40

@@ -17,6 +17,7 @@ from specjax.models import abstract_params
 from specjax.models.loading import resolve
 from specjax.models.storage import num_bytes
 from specjax.planning.inputs.model_configs import builtin_configs, load_config, num_params
+from specjax.planning.reports.fits import what_fits
 from specjax.planning.workload import make_workload
 
 # Parameters as the model cards and the safetensors files of the original checkpoints state them.
@@ -108,6 +109,8 @@ def test_a_built_in_config_has_the_formats_of_its_files_on_request():
     work = make_workload("gpt_oss_20b", "v5e:2x2", expert=4, keep_quantized=True, draft="gpt_oss_20b")
     assert work.target == quantized and work.draft.quantized == ()
     assert make_workload("gpt_oss_20b", "v5e:2x2", expert=4).target == floats
+    fits = what_fits("v5e:2x2", target="gpt_oss_20b", expert=4, keep_quantized=True)
+    assert {fit.formats for fit in fits.models} == {"5 bits in groups of 32"}, "no scheme is proposed beside them"
     with pytest.raises(UsageError, match="of llama3-8b have no quantised weights; leave --keep-quantized out"):
         make_workload("llama3_8b", "v5e:2x2", keep_quantized=True)
 
@@ -140,3 +143,13 @@ def test_other_sources_are_refused_with_the_built_in_names(source):
 def test_dtype_is_checked():
     with pytest.raises(UsageError, match="--dtype"):
         load_config("llama3_8b", "int4")
+
+
+def test_plans_refuse_models_with_an_encoder(tmp_path):
+    hf = {
+        "model_type": "t5", "vocab_size": 128, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4,
+        "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    with pytest.raises(UsageError, match=r"--target: .* has an encoder, which plans do not support; choose another"):
+        make_workload(str(tmp_path), "v5e:1x1")

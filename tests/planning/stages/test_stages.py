@@ -205,6 +205,9 @@ STAGES = ["compile", "--stages", "1:1", "--target", "qwen3_30b_a3b", "--topology
         (["--draft", "llama3_1b"], "--stages counts target passes only and has no --draft"),
         (["--expert", "2"], "--stages divides the devices itself and has no --expert"),
         (["--widths", "one"], "--widths must be numbers joined by commas"),
+        (["--widths", ""], "--widths must be numbers joined by commas"),
+        (["--num-draft-tokens", "0"], "--stages counts target passes only and has no --num-draft-tokens"),
+        (["--target", "mamba2_780m"], "mamba2-780m has no feed-forward layers, so it has no two stages"),
         (["--target", "llada_8b"], "is a diffusion model, whose stages are not compiled"),
     ],
 )

@@ -97,7 +97,7 @@ def compile_(
         }  # fmt: skip
         p.check_stages(programs, drafting)
         sizes = {"max_new_tokens": max_new_tokens, "same_bits": same_bits}
-        _show_stages(target, topology, programs, stages, widths or "1,16", sizes, as_json)
+        _show_stages(target, topology, programs, stages, "1,16" if widths is None else widths, sizes, as_json)
         return
     of_draft = draft and (NATIVE_METHOD if draft == NATIVE else "two_model")
     named = method or (head and head.partition(":")[0]) or of_draft

@@ -96,7 +96,7 @@ def _inspect_model(source: str, as_json: bool, **options: Any) -> None:
     try:
         model = describe_model(source, **options)
     except UsageError as error:
-        raise UsageError(f"SOURCE: {error}") from None
+        raise UsageError(f"SOURCE: {str(error).removeprefix('source: ')}") from None
     if as_json:
         print_json(document_of(model))
         return
