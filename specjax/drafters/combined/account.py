@@ -1,8 +1,8 @@
 """The account of `auto`: what drafts gained so far, in plain passes. While it is overdrawn, decoding is plain.
 
 Expected savings are estimates: acceptance rates are unknown at the start of a text, and a mixture of experts makes a
-wide pass as dear as several plain ones. The account adds up what really happened. A draft, a head's draft and a wide pass are paid
-from it, the tokens of the pass are paid in, and each token adds a small allowance.
+wide pass as dear as several plain ones. The account adds up what really happened. A draft, its head
+and a wide pass are paid from it, the tokens of the pass are paid in, and each token adds a small allowance.
 
 So `n` tokens lose at most OPENING + ALLOWANCE * n passes and the loss of one draft, if the costs of passes are right.
 """

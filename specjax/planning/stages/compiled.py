@@ -12,7 +12,8 @@ from specjax.planning.records import ProgramReport
 from specjax.planning.stages.parts import parts_of
 from specjax.planning.stages.pipeline import attention_seconds, feed_seconds
 from specjax.planning.stages.programs import compile_stages
-from specjax.planning.stages.report import LIMITS, check_widths
+from specjax.planning.stages.report import LIMITS
+from specjax.planning.tree.plan import check_widths
 from specjax.planning.workload import make_workload
 
 
@@ -65,7 +66,7 @@ def compile_stage_passes(
 
     Raises: UsageError as `compile_stages` does.
     """
-    sizes = check_widths(widths)
+    sizes = check_widths(widths, has_trees=False)
     passes = []
     for nodes in sizes:
         notify = None if on_step is None else lambda name, nodes=nodes: on_step(f"{name}, {nodes} nodes")

@@ -21,7 +21,7 @@ from specjax.planning.stages.pipeline import (
     feed_seconds,
     transfer_seconds,
 )
-from specjax.planning.tree.plan import WIDTHS
+from specjax.planning.tree.plan import WIDTHS, check_widths
 from specjax.planning.workload import Workload, make_workload
 
 MOST_MICRO_BATCHES = 8
@@ -100,7 +100,7 @@ def plan_stages(
         reason = "divides the devices itself" if name in WITHOUT else "counts target passes only"
         raise UsageError(f"a plan of stages {reason}, and has no {name}; leave it out")
     work = make_workload(target, topology, **options)
-    sizes, counts = check_widths(widths), _counts(work.batch, micro_batches)
+    sizes, counts = check_widths(widths, has_trees=False), _counts(work.batch, micro_batches)
     _check(work)
     parts = both_parts_of(work)
     experts = parts.sizes and (parts.sizes.num_experts, parts.sizes.routing.num_chosen)
@@ -169,14 +169,6 @@ def _check(work: Workload) -> None:
             f"{work.topology.chip.name}:{'2' if work.topology.chip.dimensions == 1 else '2x2'}"
             f"{'x1' if work.topology.chip.dimensions == 3 else ''}"
         )
-
-
-def check_widths(widths: Sequence[int]) -> list[int]:
-    """Return the numbers of nodes with plain decoding first. Raises: UsageError for one outside of 1 to 512."""
-    sizes = sorted({1, *widths})
-    if sizes[0] < 1 or sizes[-1] > 512:
-        raise UsageError(f"--widths must be numbers from 1 to 512, not {list(widths)}")
-    return sizes
 
 
 def _counts(batch: int, micro_batches: int | None) -> Sequence[int]:

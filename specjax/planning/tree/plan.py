@@ -159,11 +159,17 @@ def long_context_notes(work: Workload) -> tuple[str, ...]:
     )
 
 
-def check_widths(widths: Sequence[int]) -> list[int]:
-    """Return the sizes of target passes, from one node on, rising. Raises: UsageError."""
+def check_widths(widths: Sequence[int], *, has_trees: bool = True) -> list[int]:
+    """Return the sizes of target passes, from one node on, rising.
+
+    has_trees: one of the sizes must be above 1.
+
+    Raises: UsageError for other numbers.
+    """
     sizes = sorted({1, *widths})
-    if len(sizes) < 2 or sizes[0] < 1 or sizes[-1] > 512:
-        raise UsageError(f"--widths must be numbers from 1 to 512, at least one above 1, not {list(widths)}")
+    if sizes[0] < 1 or sizes[-1] > 512 or (has_trees and len(sizes) < 2):
+        trees_only = ", at least one above 1" if has_trees else ""
+        raise UsageError(f"--widths must be numbers from 1 to 512{trees_only}, not {list(widths)}")
     return sizes
 
 
