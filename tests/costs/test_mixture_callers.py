@@ -27,7 +27,7 @@ from specjax.models.llama import LlamaConfig
 from specjax.models.storage import num_bytes
 from specjax.planning import traffic, what_fits
 from specjax.planning.abstract import unsharded
-from specjax.planning.budget import within_memory
+from specjax.planning.budget import frontier
 from specjax.planning.memory import memory_of
 from specjax.planning.workload import make_workload
 from specjax.trees.builders.static import branching
@@ -137,7 +137,7 @@ def test_plans_within_a_memory_budget():
     for config in (MIXTURE, DENSE):
         work = make_workload(config, "v5e:1x1", context=1024, max_new_tokens=64)
         footprint: Any = SimpleNamespace(target=memory_of(work, unsharded(config)))
-        seconds = [within_memory._seconds(work, footprint, nodes) for nodes in (1, 16)]
+        seconds = [frontier._seconds(work, footprint, nodes) for nodes in (1, 16)]
         growth.append(seconds[1] / seconds[0])
     assert growth[0] > growth[1] + 1
 
