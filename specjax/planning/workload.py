@@ -21,7 +21,6 @@ from specjax.models import LlamaConfig
 from specjax.models.heads.kinds import KINDS
 from specjax.models.layout import fits_heads
 from specjax.models.loading.families.denoisers import DenoiserSettings
-from specjax.models.seq2seq.config import Seq2SeqConfig
 from specjax.models.storage import quantized_config
 from specjax.models.storage.format_names import describe_formats
 from specjax.numerics.same_bits import SameBitsError, unsupported_reason
@@ -157,8 +156,6 @@ def make_workload(
     def load(source, flag: str, keep: bool | None):
         is_name = isinstance(source, str | Path)
         config = load_config(source, dtype, flag, slice_.chip.platform, keep) if is_name else source
-        if isinstance(config, Seq2SeqConfig):
-            raise UsageError(f"{flag}: {config.name} has an encoder, which plans do not support; choose another model")
         form = cache_dtype if flag == "--target" else of_drafts(cache_dtype)
         return config if form is None else dataclasses.replace(config, cache_dtype=form)
 

@@ -151,5 +151,7 @@ def test_plans_refuse_models_with_an_encoder(tmp_path):
         "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu",
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    with pytest.raises(UsageError, match=r"--target: .* has an encoder, which plans do not support; choose another"):
+    with pytest.raises(
+        UsageError, match=r"--target: plans .* of the encoder-decoder .* do not exist yet; choose a decoder-only model"
+    ):
         make_workload(str(tmp_path), "v5e:1x1")
