@@ -78,7 +78,7 @@ def test_drafted_texts_are_those_of_plain_decoding(name, temperature):
     target, method = shipped_mixture(), DRAFTS[name]
     options = {"tree": trees.parse("top:4x2x1")} if name == "tree" else {"num_tokens": 3} if name == "chain" else {}
     if name == "auto with the module":
-        options = {"draft_cost": DRAFTING}  # by default drafts pause in a model so small
+        options = {"draft_cost": DRAFTING, "head_cost": DRAFTING}  # by default drafts pause in a model so small
     head = (mixture_module(),) if method == "mtp" or "module" in name else ()
     drafter = None if method is None else specjax.make_drafter(method, target, *head, **options)
     assert defaults(target, None, "cpu").head == NATIVE
