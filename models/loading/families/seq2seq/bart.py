@@ -26,9 +26,9 @@ ACTIVATIONS: Mapping[str, Activation] = {"gelu": "gelu_exact", "relu": "relu", "
 
 UNREAD = (
     "num_hidden_layers", "is_encoder_decoder", "dropout", "activation_dropout", "encoder_layerdrop",
-    "decoder_layerdrop", "classifier_dropout", "init_std", "forced_bos_token_id", "forced_eos_token_id",
+    "decoder_layerdrop", "classifier_dropout", "init_std", "forced_eos_token_id",
 )  # fmt: skip
-"""Fields that other fields state too, those of training, and tokens that the caller of `decode` forces."""
+"""Fields that other fields state too, those of training, and the token that ends a text that is cut."""
 
 OFFSET = 2
 """Rows of the tables of positions before the first position."""
@@ -74,7 +74,8 @@ def config_from_hf(hf: ConfigFields, **options) -> BartConfig:
     positions = hf.size("max_position_embeddings", maximum=ROWS)
     return BartConfig(
         **shared_fields(hf), max_positions=positions, text_positions=positions, source_positions=positions,
-        position_offset=OFFSET, norms_after=True, embedding_norm=True, logits_bias=True, **options,
+        position_offset=OFFSET, norms_after=True, embedding_norm=True, logits_bias=True,
+        second_token=hf.size("forced_bos_token_id", None, minimum=0, maximum=ROWS), **options,
     )  # fmt: skip
 
 
@@ -130,4 +131,5 @@ def config_to_hf(c: BartConfig) -> dict[str, Any]:
     return {
         "architectures": ["BartForConditionalGeneration"], "model_type": "bart", **shared_fields_to_hf(c),
         "max_position_embeddings": c.text_positions,
+        **({} if c.second_token is None else {"forced_bos_token_id": c.second_token}),
     }  # fmt: skip
