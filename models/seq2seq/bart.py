@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from flax import nnx
 from specjax.models import layers as L
 from specjax.models.decoder import make_attention
 from specjax.models.seq2seq.config import BartConfig, WhisperConfig
-from specjax.models.seq2seq.memory import Source, SourceMemory, Spectrogram
+from specjax.models.seq2seq.memory import SourceMemory
 from specjax.models.seq2seq.model import EncoderDecoder
 from specjax.models.seq2seq.sublayers import LayerNorm, PlainMLP, SourceAttention
 from specjax.types import Array, Best, Mixture, Stream
@@ -97,7 +98,7 @@ class BartModel(EncoderDecoder):
         self.positions = Positions(c.text_positions, c, rngs)
         self.encoder_positions = Positions(c.source_positions, c, rngs)
         self.encoder = nnx.List([BartEncoderBlock(c, rngs) for _ in range(c.encoder_layers)])
-        final = lambda: Unchanged() if c.norms_after else make_layer_norm(c)
+        final: Callable[[], Any] = lambda: Unchanged() if c.norms_after else make_layer_norm(c)
         self.norm, self.encoder_norm = final(), final()
         first = lambda: make_layer_norm(c) if c.embedding_norm else None
         self.embedding_norm, self.encoder_embedding_norm = first(), first()
@@ -107,7 +108,8 @@ class BartModel(EncoderDecoder):
     def make_layer(config: BartConfig, layer: int, rngs: nnx.Rngs) -> nnx.Module:
         return BartDecoderBlock(config, rngs)
 
-    def encode(self, source: Source) -> SourceMemory:
+    def encode(self, source: Any) -> SourceMemory:
+        """Encode a `Source`."""
         return self._encode(self.embed_tokens(source.tokens), source.length)
 
     def _encode(self, x: Array, length: Array) -> SourceMemory:
@@ -163,7 +165,8 @@ class WhisperModel(BartModel):
         self.encoder_conv1 = FrameConvolution(config.mel_bins, config, rngs, stride=1)
         self.encoder_conv2 = FrameConvolution(config.width, config, rngs, stride=2)
 
-    def encode(self, source: Spectrogram) -> SourceMemory:
+    def encode(self, source: Any) -> SourceMemory:
+        """Encode a `Spectrogram`."""
         x = source.frames.swapaxes(1, 2).astype(self.config.dtype)
         for convolution in (self.encoder_conv1, self.encoder_conv2):
             x = jax.nn.gelu(convolution(x), approximate=False)

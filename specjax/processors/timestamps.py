@@ -12,7 +12,7 @@ The last rule reads the logits, so this processor runs after those that exclude 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ class TimeRules(NamedTuple):
 class Times(NamedTuple):
     """The facts about a decoded text that the rules read."""
 
-    count: Array  # int32[B], tokens
+    num_tokens: Array  # int32[B]
     last: Array  # bool[B], the last token is a time
     before_last: Array  # bool[B], the token before it is a time
     latest: Array  # int32[B], the last time, or NO_TIME
@@ -55,7 +55,8 @@ def timestamps(no_timestamps: int, end: int, *, max_initial: int | None = None) 
     for name, value in (("no_timestamps", no_timestamps), ("end", end), ("max_initial", limit)):
         if not 0 <= value < 1 << 31 or value != int(value):
             raise UsageError(f"timestamps needs {name} as a whole number from 0, not {value!r}")
-    rules = TimeRules(*(np.asarray(value, np.int32) for value in (no_timestamps + 1, end, no_timestamps, limit)))
+    values: Any = [np.asarray(value, np.int32) for value in (no_timestamps + 1, end, no_timestamps, limit)]
+    rules = TimeRules(*values)
     return Processor(process=_process, init=_init, update=_update, check=_check, by_row=True, params=rules)
 
 
@@ -87,8 +88,8 @@ def _process(rules: TimeRules, state: Times, tree: TokenTree, above: Array, logi
     is_newest = is_time & (place == newest[..., None])
     on_path = jnp.sum(jnp.where(is_newest, tree.tokens[:, None], 0), 2, dtype=jnp.int32)
     latest = jnp.where(newest > 0, on_path, of_state(state.latest))
-    count = of_state(state.count) + depth
-    return _restrict(rules, Times(count, last, before_last, latest), logits)
+    num_tokens = of_state(state.num_tokens) + depth
+    return _restrict(rules, Times(num_tokens, last, before_last, latest), logits)
 
 
 def _restrict(rules: TimeRules, times: Times, logits: Array) -> Array:
@@ -96,7 +97,7 @@ def _restrict(rules: TimeRules, times: Times, logits: Array) -> Array:
     token = jnp.arange(logits.shape[2], dtype=jnp.int32)
     is_time = token >= rules.first
     of = lambda x: x[..., None]
-    starts_segment = times.last & (times.before_last | (times.count < 2))
+    starts_segment = times.last & (times.before_last | (times.num_tokens < 2))
     ends_segment = times.last & ~starts_segment
     smallest = jnp.where(ends_segment, times.latest, times.latest + 1)
     smallest = jnp.where(times.latest == NO_TIME, rules.first, smallest)
@@ -105,7 +106,7 @@ def _restrict(rules: TimeRules, times: Times, logits: Array) -> Array:
     forbidden |= of(ends_segment) & (token < rules.end)
     forbidden |= is_time & (token < of(smallest))
     is_late = token - rules.first > rules.max_initial
-    forbidden |= of(times.count == 0) & (~is_time | is_late)
+    forbidden |= of(times.num_tokens == 0) & (~is_time | is_late)
     logits = jnp.where(forbidden, -jnp.inf, logits)
     total = jax.nn.logsumexp(jnp.where(is_time, logits, -jnp.inf), -1, keepdims=True)
     best = jnp.max(jnp.where(is_time, -jnp.inf, logits), -1, keepdims=True)
@@ -117,7 +118,7 @@ def _update(rules: TimeRules, state: Times, tokens: Array, count: Array) -> Time
         token = tokens[:, i].astype(jnp.int32)
         is_time = token >= rules.first
         latest = jnp.where(is_time, token, state.latest)
-        after = Times(state.count + 1, is_time, state.last, latest)
-        return jax.tree.map(lambda new, old: jnp.where(i < count, new, old), after, state)
+        updated = Times(state.num_tokens + 1, is_time, state.last, latest)
+        return jax.tree.map(lambda new, old: jnp.where(i < count, new, old), updated, state)
 
     return jax.lax.fori_loop(0, jnp.max(count), step, state)

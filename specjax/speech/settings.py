@@ -48,8 +48,8 @@ class SpeechSettings(NamedTuple):
         """Return the token of a language code. Raises: UsageError for a language that the model does not know."""
         code = name.lower()
         if code not in self.languages:
-            known = ", ".join(sorted(self.languages)) or "English only"
-            raise UsageError(f"the speech model does not know the language {quote(name)}; it knows {known}")
+            names = ", ".join(sorted(self.languages)) or "English only"
+            raise UsageError(f"the speech model does not know the language {quote(name)}; it knows {names}")
         return self.languages[code]
 
     def prompt(self, language: int | None, task: str | None, *, times: bool) -> list[int]:
@@ -152,7 +152,7 @@ def _names(fields: ConfigFields, name: str, form: re.Pattern[str] | None = None)
     if not is_valid:
         raise UsageError(f"{fields.where} has {name} {quote(nested)}, which must be token ids by name")
     codes = {key: form.findall(key) if form else [key] for key in nested}
-    return {found[0]: nested[key] for key, found in codes.items() if found}
+    return {matches[0]: nested[key] for key, matches in codes.items() if matches}
 
 
 def _forced(fields: ConfigFields) -> tuple[int | None, ...]:

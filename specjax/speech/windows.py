@@ -94,9 +94,9 @@ def read_windows(
         tokens = tokens[:-1] if tokens[-1:] == [settings.end] else tokens
         windows.append(tuple(tokens))
         cut = cut_window(tokens, settings.first_time, begin, count)
-        found = [segment._replace(text=text_of(segment.tokens)) for segment in cut.segments]
-        on_segments(found)
-        segments += found
+        new = [segment._replace(text=text_of(segment.tokens)) for segment in cut.segments]
+        on_segments(new)
+        segments += new
         begin += cut.advance
     text = text_of([token for segment in segments for token in segment.tokens])
     return Transcript(text, tuple(segments), tuple(windows), language)

@@ -40,6 +40,7 @@ def save_whisper(folder, seed=0, **options):
             is_norm = "norm" in key and key.endswith("weight")
             weight.copy_(torch.randn_like(weight) * 0.35 + (1.0 if is_norm else 0.0))
         model.model.decoder.embed_tokens.weight.mul_(2)
+        model.model.decoder.embed_tokens.weight[FIRST_TIME:].mul_(2)  # times are likely, so windows have segments
     model.generation_config = transformers.GenerationConfig.from_dict(GENERATION)
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))
@@ -72,8 +73,8 @@ def write_ctranslate2(folder, model, version=6, spec="WhisperSpec", kind=4):
 
     def join(name, sources):
         for part in ("weight", "bias"):
-            found = [state.get(f"model.{source}.{part}") for source in sources]
-            filled = [np.zeros(16, np.float32) if value is None else value for value in found]
+            arrays = [state.get(f"model.{source}.{part}") for source in sources]
+            filled = [np.zeros(16, np.float32) if value is None else value for value in arrays]
             values[f"{name}/{part}"] = np.concatenate(filled)
 
     norm = {"names": ("gamma", "beta")}

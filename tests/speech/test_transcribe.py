@@ -47,34 +47,30 @@ def their_transcript(model, target, audio, **options):
     return [(s["start"].item(), s["end"].item(), s["tokens"].tolist()) for s in result["segments"][0]]
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "token_recycling"])
-def test_long_audio_is_that_of_transformers(loaded, method):
+def test_long_audio_is_that_of_transformers(loaded):
     """Windows start at the last finished segment, so each depends on the times of the one before."""
     model, target, tokenizer, settings = loaded
     for seed in range(2):
         audio = recording(1.0, seed)
-        ours = speech.transcribe(target, tokenizer, audio, settings, method, language="de", task="translate")
+        ours = speech.transcribe(target, tokenizer, audio, settings, "prompt_lookup", language="de", task="translate")
         theirs = their_transcript(
             model, target, audio, return_timestamps=True, language="de", task="translate"
         )  # fmt: skip
         assert [list(segment.tokens) for segment in ours.segments] == [tokens for *_, tokens in theirs]
         times = [(segment.start, segment.end) for segment in ours.segments]
         np.testing.assert_allclose(times, [times for *times, _ in theirs], atol=1e-9)
-        assert ours.language == "de" and 2 < len(ours.windows) < 12
+        assert ours.language == "de" and 2 < len(ours.windows) < 12 and len(ours.segments) > 3
 
 
-@pytest.mark.parametrize("times", [False, True])
-def test_short_audio_is_that_of_transformers(loaded, times):
+def test_short_audio_is_that_of_transformers(loaded):
     """The language is detected, and the audio is padded to a window."""
     model, target, tokenizer, settings = loaded
-    texts = set()
     for seed in range(2):
         audio = recording(0.3, seed)
-        ours = speech.transcribe(target, tokenizer, audio, settings, "autoregressive", task="transcribe", times=times)
-        theirs = their_transcript(model, target, audio, return_timestamps=times, task="transcribe")
+        ours = speech.transcribe(target, tokenizer, audio, settings, "autoregressive", task="transcribe")
+        theirs = their_transcript(model, target, audio, return_timestamps=False, task="transcribe")
         assert [list(segment.tokens) for segment in ours.segments] == [tokens for *_, tokens in theirs]
-        texts.add((ours.language, ours.text))
-    assert len(texts) > 1
+        assert ours.language in ("de", "en")
 
 
 def test_windows_are_cut_at_pairs_of_times():

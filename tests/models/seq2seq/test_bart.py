@@ -1,6 +1,7 @@
 """BART beside `transformers`: logits with padded sources, and greedy texts after the forced token."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,8 @@ def pair(folder):
             weight.copy_(torch.randn_like(weight) * 0.35 + (1.0 if is_norm else 0.0))
         model.final_logits_bias.normal_()
     model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())  # published ones state the forced token there
+    (folder / "config.json").write_text(json.dumps(config | {"forced_bos_token_id": 0}))
     words = {"<s>": 0, "<pad>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 61)}}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -72,7 +75,7 @@ def test_greedy_text_is_that_of_transformers(pair):
         target, "token_recycling", [start] * 2, key=0, inputs=sources(SOURCES), max_new_tokens=24, eos=2
     ).to_lists()
     for source, text in zip(SOURCES, ours, strict=True):
-        theirs = model.generate(torch.tensor([source]), max_new_tokens=25, do_sample=False, num_beams=1)[0].tolist()
+        theirs = model.generate(torch.tensor([source]), max_new_tokens=25, forced_bos_token_id=0)[0].tolist()
         assert [2, 0, *text] == theirs
 
 

@@ -66,8 +66,8 @@ class Transcription:
         self.language, self.prompt = speech.choose_prompt(
             session.target, settings, self.frames, recording.language, recording.task, times=self.times
         )
-        chosen = session.settings(decoding, method, settings.processors(times=self.times))
-        self.settings = dataclasses.replace(chosen, eos=(settings.end,))
+        base = session.settings(decoding, method, settings.processors(times=self.times))
+        self.settings = dataclasses.replace(base, eos=(settings.end,))
 
     def task(self, drafter: Drafter, settings: Settings, number: int, inputs: Spectrogram) -> measure.DecodeTask:
         """Return a window with its key and settings."""
@@ -84,11 +84,11 @@ class Transcription:
     def read(self, drafter: Drafter, settings: Settings, out: Console) -> WindowRun:
         """Decode all windows, and print their segments."""
         runs: list[report_of.MeasuredRun] = []
-        seen: list[Spectrogram] = []
+        windows: list[Spectrogram] = []
 
         def decode_window(number: int, inputs: Spectrogram) -> Sequence[int]:
             runs.append(measure.run_stream(self.task(drafter, settings, number, inputs)))
-            seen.append(inputs)
+            windows.append(inputs)
             return runs[-1].tokens[0]
 
         def show(segments: Sequence[SpeechSegment]) -> None:
@@ -100,7 +100,7 @@ class Transcription:
             self.session.target, self.session.tokenizer, self.tokens, self.frames, decode_window,
             language=self.language, on_segments=show,
         )  # fmt: skip
-        return WindowRun(transcript, report_of.merge(runs), seen)
+        return WindowRun(transcript, report_of.merge(runs), windows)
 
     def execute(self, log: Console, *, compare: bool, as_json: bool) -> None:
         """Transcribe, compare and report.
