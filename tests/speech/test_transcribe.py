@@ -27,6 +27,15 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads of torch wait for each other on busy cores, which takes longer than their tiny products."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("whisper")
