@@ -4,7 +4,7 @@ from specjax.models.bridge import abstract_params, init_params, make_model
 from specjax.models.gemma3 import Gemma3Config
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading import Tokenizer, first_difference, load
-from specjax.models.seq2seq.memory import sources
+from specjax.models.seq2seq.memory import sources, spectrograms
 from specjax.models.storage import storage_options
 from specjax.models.variants.pruning import narrow_mlps, prune_layers
 
@@ -20,5 +20,6 @@ __all__ = [
     "narrow_mlps",
     "prune_layers",
     "sources",
+    "spectrograms",
     "storage_options",
 ]

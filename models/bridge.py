@@ -25,15 +25,17 @@ from specjax.models.layers import run_layers
 from specjax.models.layout import Layout, shard_config
 from specjax.models.llama import LlamaConfig
 from specjax.models.seq2seq import memory as seq2seq_memory
-from specjax.models.seq2seq.config import Seq2SeqConfig
-from specjax.models.seq2seq.model import EncoderDecoder, pass_params
+from specjax.models.seq2seq.bart import BartModel, WhisperModel
+from specjax.models.seq2seq.config import BartConfig, Seq2SeqConfig, T5Config, WhisperConfig
+from specjax.models.seq2seq.model import pass_params
+from specjax.models.seq2seq.t5 import T5Model
 from specjax.models.skipping.attention_layers import SkippingLayers
 from specjax.models.storage import check_exact_products, quantize_params, with_formats
 from specjax.numerics.global_arrays import with_auto_axes
 from specjax.numerics.same_bits import check_same_bits
 from specjax.types import Capabilities, Model, PyTree
 
-CONFIGS = LlamaConfig, Gemma3Config, HybridConfig, Seq2SeqConfig
+CONFIGS = LlamaConfig, Gemma3Config, HybridConfig, T5Config, BartConfig, WhisperConfig
 Config = DecoderConfig
 
 
@@ -56,7 +58,9 @@ def abstract_module(config: Config) -> nnx.Module:
 
 
 def _decoder_class(config: Config) -> Any:
-    classes: dict[type, Any] = {HybridConfig: HybridDecoder, Seq2SeqConfig: EncoderDecoder}
+    classes: dict[type, Any] = {
+        HybridConfig: HybridDecoder, T5Config: T5Model, WhisperConfig: WhisperModel, BartConfig: BartModel
+    }  # fmt: skip
     return next((module for kind, module in classes.items() if isinstance(config, kind)), Decoder)
 
 
@@ -276,14 +280,13 @@ def _hybrid_fields(config: HybridConfig, layout: Layout | None, module_of: Calla
 
 
 def _seq2seq_fields(config: Seq2SeqConfig, module_of: Callable[[PyTree], Any]) -> dict[str, Any]:
-    """Return the fields of a `Model` with an encoder. Its `inputs` are a `Source`, which `init_cache` encodes."""
+    """Return the fields of a `Model` with an encoder.
+
+    `init_cache` encodes its `inputs`, a `Source` or a `Spectrogram`.
+    """
 
     def init_cache(params, inputs, batch: int, capacity: int) -> seq2seq_memory.Seq2SeqCache:
-        if not isinstance(inputs, seq2seq_memory.Source):
-            raise UsageError(
-                f"the encoder-decoder {config.name} needs a source; pass inputs=specjax.models.sources(...), or choose "
-                "a decoder-only model where a function has no inputs"
-            )
+        seq2seq_memory.check_inputs(config, inputs)
         text = kv.init(
             batch, capacity, config.num_layers, config.num_heads, config.head_dim, config.cache_dtype or config.dtype,
             False, config.cache_lanes, config.cache_bits,

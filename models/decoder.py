@@ -53,6 +53,7 @@ class DecoderConfig:
     norm_eps: float = 1e-5
     tied: bool = True  # the output head is the embedding
     qkv_bias: bool = False
+    key_bias: bool = True  # with `qkv_bias`, keys have a bias too
     qk_norm: bool = False
     qk_norm_scope: Literal["head", "projection"] = "head"  # "projection": over all heads together
     norms: Literal["before", "after", "both"] = "before"  # position of the norms of a sublayer
@@ -165,7 +166,7 @@ def make_attention(
         latent: Any = LatentAttention(c, rngs)
         return latent
     return L.Attention(
-        c.width, c.num_heads, c.num_kv_heads, c.head_dim, fan_in=fan_in, bias=c.qkv_bias,
+        c.width, c.num_heads, c.num_kv_heads, c.head_dim, fan_in=fan_in, bias=c.qkv_bias, key_bias=c.key_bias,
         qk_norm_eps=c.norm_eps if c.qk_norm else None, norms_heads=c.qk_norm_scope == "head", scale=c.query_scale,
         softcap=c.attention_softcap, gated=c.attention_gate, same_bits=c.same_bits, joined="qkv" in c.joined,
         queries_only=queries_only, keys_are_values=c.keys_are_values, value_norm=c.value_norm,

@@ -218,7 +218,7 @@ class Attention(nnx.Module):
     def __init__(
         self, width, heads, kv_heads, head_dim, *, fan_in=None, bias=False, qk_norm_eps=None, norms_heads=True,
         scale=None, softcap=None, gated=False, same_bits=False, joined=False, queries_only=False,
-        keys_are_values=False, value_norm=False, out_bias=False, sinks=False, dtype, rngs,
+        keys_are_values=False, value_norm=False, out_bias=False, key_bias=True, sinks=False, dtype, rngs,
     ):  # fmt: skip
         """Create the projections and norms.
 
@@ -231,6 +231,7 @@ class Attention(nnx.Module):
           keys_are_values: values are the projection of the keys, before its norm and rotation.
           value_norm: divide values by their root mean square per head; it has no weight.
           out_bias: the projection of the output has a bias.
+          key_bias: with `bias`, keys have a bias too; joined projections need it.
           sinks: each head has one more score in its softmax, whose weight is dropped.
         """
         fan_in = width if fan_in is None else fan_in
@@ -239,7 +240,8 @@ class Attention(nnx.Module):
             self.qkv = linear(fan_in, (heads + 2 * kv_heads) * head_dim, bias=bias)
         else:
             self.q = linear(fan_in, heads * head_dim, bias=bias)
-            self.k: Any = None if queries_only else linear(fan_in, kv_heads * head_dim, bias=bias)
+            has_key_bias = bias and key_bias
+            self.k: Any = None if queries_only else linear(fan_in, kv_heads * head_dim, bias=has_key_bias)
             self.v: Any = None if queries_only or keys_are_values else linear(fan_in, kv_heads * head_dim, bias=bias)
         self.output_gate = linear(fan_in, heads * head_dim) if gated else None
         self.o = linear(heads * head_dim, width, bias=out_bias)

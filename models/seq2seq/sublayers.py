@@ -1,8 +1,9 @@
-"""Sublayers of an encoder-decoder: attention over a fixed set of keys, and MLPs with or without a gate."""
+"""Sublayers of an encoder-decoder: attention over a fixed set of keys, MLPs without a gate, and norms with a mean."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,44 +14,59 @@ from specjax.models.seq2seq.config import Seq2SeqConfig
 from specjax.pallas_kernels.tree_attention.reference import NEG
 from specjax.types import Array
 
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+}
 
-def activation(c: Seq2SeqConfig):
+
+def activation(c: Seq2SeqConfig) -> Callable[[Array], Array]:
     """Return the activation function of the MLPs."""
-    return jax.nn.relu if c.feed_activation == "relu" else functools.partial(jax.nn.gelu, approximate=True)
+    return ACTIVATIONS[c.feed_activation]
 
 
 class PlainMLP(nnx.Module):
     """Feed-forward block without a gate: down(act(up(x)))."""
 
-    def __init__(self, c: Seq2SeqConfig, rngs: nnx.Rngs):
-        self.up = L.Linear(c.width, c.mlp_width, dtype=c.dtype, rngs=rngs)
-        self.down = L.Linear(c.mlp_width, c.width, dtype=c.dtype, rngs=rngs)
+    def __init__(self, c: Seq2SeqConfig, hidden: int, rngs: nnx.Rngs, *, bias: bool = False):
+        self.up = L.Linear(c.width, hidden, bias=bias, dtype=c.dtype, rngs=rngs)
+        self.down = L.Linear(hidden, c.width, bias=bias, dtype=c.dtype, rngs=rngs)
         self.act = activation(c)
 
     def __call__(self, x):
         return self.down(self.act(self.up(x)))
 
 
-def make_mlp(c: Seq2SeqConfig, rngs: nnx.Rngs) -> nnx.Module:
-    """Create the MLP of a layer."""
-    if not c.gated:
-        return PlainMLP(c, rngs)
-    return L.GatedMLP(c.width, c.mlp_width, activation(c), dtype=c.dtype, rngs=rngs)
+class LayerNorm(nnx.Module):
+    """Norm of the deviations from the mean: (x - mean) / std * weight + bias, computed in float32."""
 
+    def __init__(self, width: int, eps: float, *, dtype):
+        self.weight = nnx.Param(jnp.ones((width,), dtype))
+        self.bias = nnx.Param(jnp.zeros((width,), dtype))
+        self.eps = eps
 
-def make_norm(c: Seq2SeqConfig) -> L.RMSNorm:
-    """Create a norm."""
-    return L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype)
+    def __call__(self, x):
+        y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, -1, keepdims=True)
+        y = L.divide_by_rms(y, self.eps)
+        return (y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
 class SourceAttention(nnx.Module):
-    """Attention over the tokens of a source, which all queries see. Scores are not scaled."""
+    """Attention over the tokens of a source, which all queries see."""
 
-    def __init__(self, c: Seq2SeqConfig, rngs: nnx.Rngs):
+    def __init__(
+        self, c: Seq2SeqConfig, heads: int, head_dim: int, rngs: nnx.Rngs,
+        *, scale: float = 1.0, bias: bool = False, key_bias: bool = False,
+    ):  # fmt: skip
+        """Create the projections. `scale` multiplies the scores."""
         linear = functools.partial(L.Linear, dtype=c.dtype, rngs=rngs)
-        self.q, self.k, self.v = (linear(c.width, c.num_heads * c.head_dim) for _ in range(3))
-        self.o = linear(c.num_heads * c.head_dim, c.width)
-        self.head_dim = c.head_dim
+        inner = heads * head_dim
+        self.q, self.v = (linear(c.width, inner, bias=bias) for _ in range(2))
+        self.k = linear(c.width, inner, bias=key_bias)
+        self.o = linear(inner, c.width, bias=bias)
+        self.head_dim, self.scale = head_dim, scale
 
     def keys_and_values(self, source: Array) -> tuple[Array, Array]:
         """Return the keys and values [B, H, S, h] of a source [B, S, D]."""
@@ -65,6 +81,7 @@ class SourceAttention(nnx.Module):
         q = self.q(x)
         q = q.reshape(*q.shape[:2], -1, self.head_dim)
         scores = jnp.einsum("bthd,bhsd->bhts", q, keys, preferred_element_type=jnp.float32)
+        scores = scores if self.scale == 1.0 else scores * self.scale
         scores = scores if bias is None else scores + bias.astype(jnp.float32)
         visible = jnp.arange(keys.shape[2]) < length[:, None]
         weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, NEG), -1)

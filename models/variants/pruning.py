@@ -14,7 +14,7 @@ from specjax.errors import UsageError
 from specjax.models.bridge import make_model
 from specjax.models.decoder import DecoderConfig
 from specjax.models.hybrid.config import HybridConfig
-from specjax.models.seq2seq.config import Seq2SeqConfig
+from specjax.models.seq2seq.config import Seq2SeqConfig, T5Config
 from specjax.models.storage.schemes import MIN_GROUP, formats_of_layers
 from specjax.numerics.quantized_array import QuantizedArray, is_quantized
 from specjax.types import Array, Model, PyTree, Target
@@ -43,7 +43,7 @@ def prune_layers(target: Target, layers: Sequence[int]) -> Target:
         target = separate_layers(target)
         config = target.model.config
     selected = {"layers": _select(target.params["layers"], layers)}
-    if isinstance(config, Seq2SeqConfig) and config.bias_per_layer:
+    if isinstance(config, T5Config) and config.bias_per_layer:
         selected["bias"] = _select(target.params["bias"], layers)
     changes: dict[str, Any] = {"num_layers": len(layers)}
     if getattr(config, "is_global", None) is not None:

@@ -9,7 +9,18 @@ from typing import Annotated
 import typer
 import typer.completion
 
-from specjax.cli.commands import bench, chat, compare_verifiers, datastore, explain, generate, methods, serve, train
+from specjax.cli.commands import (
+    bench,
+    chat,
+    compare_verifiers,
+    datastore,
+    explain,
+    generate,
+    methods,
+    serve,
+    train,
+    transcribe,
+)
 from specjax.cli.commands.models import check_bits, compile, group_experts, inspect, plan, quantize
 from specjax.cli.options import completion
 from specjax.cli.options.panels import assign_panels
@@ -31,6 +42,7 @@ app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("explain")(explain.explain)
+app.command("transcribe")(transcribe.transcribe)
 app.command("bench")(bench.bench)
 app.command("compare-verifiers")(compare_verifiers.compare_verifiers)
 app.command("compile")(compile.compile_)

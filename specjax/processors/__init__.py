@@ -13,6 +13,7 @@ from specjax.processors.min_length import min_length
 from specjax.processors.penalties.frequency import frequency
 from specjax.processors.penalties.presence import presence
 from specjax.processors.penalties.repetition import repetition
+from specjax.processors.timestamps import timestamps
 
 __all__ = [
     "Automaton",
@@ -27,4 +28,5 @@ __all__ = [
     "presence",
     "regex",
     "repetition",
+    "timestamps",
 ]

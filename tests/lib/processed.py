@@ -63,6 +63,7 @@ def some(vocab: int) -> dict[str, Processor]:
         "constraint": processors.constraint(counting(vocab)),
         "min_length": processors.min_length(2, [1, vocab - 1]),
         "bad_words": processors.bad_words([[5], *([a, b, (a + b) % vocab] for a, b in np.ndindex(vocab, vocab))]),
+        "timestamps": processors.timestamps(vocab // 2, EOS),
     }
 
 

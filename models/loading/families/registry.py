@@ -23,8 +23,8 @@ from specjax.models.loading.families.hybrid import (
     qwen3_next,
 )
 from specjax.models.loading.families.latent import deepseek, deepseek_gguf
-from specjax.models.loading.families.seq2seq import t5
-from specjax.models.seq2seq.config import Seq2SeqConfig
+from specjax.models.loading.families.seq2seq import bart, t5, whisper
+from specjax.models.seq2seq.config import BartConfig, T5Config, WhisperConfig
 
 HYBRIDS = (
     qwen3_5,
@@ -40,7 +40,7 @@ HYBRIDS = (
     deepseek,
     deepseek_gguf,
 )
-FAMILIES = (llama, gemma3, llada, *HYBRIDS, t5)
+FAMILIES = (llama, gemma3, llada, *HYBRIDS, t5, bart, whisper)
 
 _MAMBA_1 = "its Mamba-1 layers have a decay for each channel and state, so one pass cannot verify a token tree"
 _KDA = "its Kimi delta attention has a decay for each key channel, which specjax does not support"
@@ -59,7 +59,8 @@ def by_config(config: Config) -> ModuleType:
     """Return the family of a loaded model."""
     if isinstance(config, HybridConfig):
         return next(family for family in HYBRIDS if config.model_type in family.MODEL_TYPES)
-    return {LlamaConfig: llama, Gemma3Config: gemma3, Seq2SeqConfig: t5}[type(config)]
+    families = {LlamaConfig: llama, Gemma3Config: gemma3, T5Config: t5, BartConfig: bart, WhisperConfig: whisper}
+    return families[type(config)]
 
 
 def by_hf(kind: str, where: str) -> ModuleType:

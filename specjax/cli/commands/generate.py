@@ -187,6 +187,7 @@ def _draft(flags: GenerateFlags) -> None:
     from specjax.cli.runs.run import Report, execute
     from specjax.cli.runs.session import note_training, with_costs
     from specjax.parallel import check_same
+    from specjax.speech import is_speech_model
 
     flags, selection = _select(flags)
     run, values = flags.run, _shared_values(flags, selection.options.source)
@@ -208,12 +209,16 @@ def _draft(flags: GenerateFlags) -> None:
     hosts.check_models(session.target, session.draft, session.head and session.head.head)
     has_encoder = session.target.model.capabilities.inputs
     if has_encoder:
+        require(
+            not is_speech_model(session.target),
+            f"--target: the speech model {session.target.model.name} reads audio; use specjax transcribe FILE.wav",
+        )
         for flag, value in (("--compress", run.compress), ("--system", flags.prompts.system)):
             require(value is None, f"{flag} does not apply to the source of an encoder-decoder; leave it out")
         source = source._replace(raw=True)  # such models have no chats
     rows, bad = source.encode(lines, session, flags.sampling.max_new_tokens)
     if has_encoder:
-        rows = as_sources(rows, session.target.model.config.first_token)
+        rows = as_sources(rows, session.target.model.config.text_start)
     compressed = None
     if compression is not None:
         rows, session, compressed = compress_prompts(rows, compression, session, flags.sampling.max_new_tokens, log)

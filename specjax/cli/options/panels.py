@@ -9,7 +9,7 @@ from typing import Any
 PANELS: Mapping[str, str] = MappingProxyType(
     {
         "Text": "--max-new-tokens --stop-string --batch-file --compress --raw --system --template-args --own-prompts "
-        "--texts --prompts --limit --offset --answers",
+        "--texts --prompts --limit --offset --answers --language --task --timestamps",
         "Models": "--target --draft --datastore --dtype --cache-dtype --max-positions --block --mask-token "
         "--same-bits --quantize --keep-quantized --draft-quantize --adapt",
         "Drafting": "--method --num-draft-tokens --tree --draft-stop --exit-layer --set --source --controller --costs "

@@ -164,9 +164,9 @@ def encode(
     return rows, bad
 
 
-def as_sources(rows: list[Encoded], first_token: int) -> list[Encoded]:
-    """Return the rows of an encoder-decoder: the prompt is the source, and the text begins with `first_token`."""
-    return [row._replace(ids=[first_token], source=row.ids) for row in rows]
+def as_sources(rows: list[Encoded], text_start: Sequence[int]) -> list[Encoded]:
+    """Return the rows of an encoder-decoder: the prompt is the source, and the text begins with `text_start`."""
+    return [row._replace(ids=[*text_start], source=row.ids) for row in rows]
 
 
 class PromptSource(NamedTuple):

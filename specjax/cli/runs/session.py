@@ -51,6 +51,7 @@ from specjax.numerics.same_bits import SameBitsError, check_same_bits
 from specjax.numerics.text_identity import describe_identity
 from specjax.persistence.cards import CARD, describe_machine, describe_target, template_args_of
 from specjax.retrieval.datastore import Datastore, check_tokenizer, open_datastore
+from specjax.speech import is_speech_model
 from specjax.trees import stops
 from specjax.types import Array, Drafter, Processor, Target
 
@@ -360,11 +361,12 @@ def _load(flag: str, source: str | None, *, reads_sources: bool = False, **optio
     )
     with _named_same_bits(), _named_errors(flag, source, other_kind):
         target, tokenizer = specjax.load(source, **options)
-    require(
-        reads_sources or not target.model.capabilities.inputs,
-        f"{flag}: the encoder-decoder {target.model.name} works in `specjax generate` with a drafter only; choose a "
-        "decoder-only model",
-    )
+    if target.model.capabilities.inputs and not reads_sources:
+        kind, command = ("speech model", "transcribe") if is_speech_model(target) else ("encoder-decoder", "generate")
+        raise UsageError(
+            f"{flag}: the {kind} {target.model.name} works in `specjax {command}` with a drafter only; choose a "
+            "decoder-only model"
+        )
     return target, tokenizer
 
 

@@ -9,7 +9,7 @@ from specjax.errors import UsageError
 from specjax.files.untrusted import quote
 from specjax.models.loading.families.config_fields import HEADS, LAYERS, ROWS, WIDTH, ConfigFields
 from specjax.models.loading.tensors.assembly import StoredTensor
-from specjax.models.seq2seq.config import Seq2SeqConfig
+from specjax.models.seq2seq.config import T5Config
 from specjax.models.seq2seq.distance_bias import DistanceBuckets
 
 HF_TYPES = ("t5", "mt5", "umt5")
@@ -52,7 +52,7 @@ UNREAD = (
 """Fields that other fields state too, and those of training."""
 
 
-def config_from_hf(hf: ConfigFields, **options) -> Seq2SeqConfig:
+def config_from_hf(hf: ConfigFields, **options) -> T5Config:
     """Build a config from the config.json of one of HF_TYPES.
 
     `options`: dtype, cache_dtype, name, and those of `storage_options`.
@@ -68,7 +68,7 @@ def config_from_hf(hf: ConfigFields, **options) -> Seq2SeqConfig:
     gated, activation = FEEDS[feed]
     layers, tied = hf.size("num_layers", maximum=LAYERS), hf.flag("tie_word_embeddings")
     heads = hf.size("num_heads", maximum=HEADS)
-    return Seq2SeqConfig(
+    return T5Config(
         vocab_size=hf.size("vocab_size", maximum=ROWS),
         width=hf.size("d_model", maximum=WIDTH),
         num_layers=hf.size("num_decoder_layers", layers, maximum=LAYERS),
@@ -107,7 +107,7 @@ def _scales_output(hf: ConfigFields, kind: str) -> bool:
     return kind != "mt5" and hf.flag(flag)
 
 
-def stored_hf(config: Seq2SeqConfig, kind: str) -> dict[str, StoredTensor]:
+def stored_hf(config: T5Config, kind: str) -> dict[str, StoredTensor]:
     """Map parameter paths to tensors of a Hugging Face checkpoint."""
     names = {
         "embed.weight": "shared.weight",
@@ -142,7 +142,7 @@ def stored_hf(config: Seq2SeqConfig, kind: str) -> dict[str, StoredTensor]:
     return {path: StoredTensor(name) for path, name in names.items()}
 
 
-def unused_hf(config: Seq2SeqConfig) -> frozenset[str]:
+def unused_hf(config: T5Config) -> frozenset[str]:
     """Return the names of tensors that some checkpoints have as copies of others, or that no layer reads."""
     return frozenset({
         "encoder.embed_tokens.weight", "decoder.embed_tokens.weight",
@@ -150,7 +150,7 @@ def unused_hf(config: Seq2SeqConfig) -> frozenset[str]:
     })  # fmt: skip
 
 
-def config_to_hf(c: Seq2SeqConfig) -> dict[str, Any]:
+def config_to_hf(c: T5Config) -> dict[str, Any]:
     """Return the fields that `config_from_hf` reads."""
     form = next(name for name, parts in FEEDS.items() if parts == (c.gated, c.feed_activation))
     kind = "umt5" if c.bias_per_layer else "t5"

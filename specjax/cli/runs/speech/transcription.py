@@ -1,0 +1,203 @@
+"""The transcription of a recording: windows with drafts and, with --compare, the same windows by plain decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import typer
+
+from specjax import speech
+from specjax.bench import measure, near_ties
+from specjax.bench import records as report_of
+from specjax.catalog import METHODS
+from specjax.cli.options.drafter_flags import MethodOptions
+from specjax.cli.output.console import Console, print_json
+from specjax.cli.runs.decoding import Decoding, without_draft
+from specjax.cli.runs.environment import peak_memory_bytes, stage
+from specjax.cli.runs.run import describe_memory, print_table
+from specjax.cli.runs.session import Session, provenance
+from specjax.engine.prepare import Settings
+from specjax.models.seq2seq.memory import Spectrogram
+from specjax.speech import SpeechSegment, SpeechSettings, Transcript
+from specjax.speech.audio import RATE
+from specjax.speech.windows import window_at
+from specjax.types import Drafter
+
+
+class Recording(NamedTuple):
+    """The audio, and how it is transcribed."""
+
+    path: Path
+    samples: np.ndarray
+    language: str | None
+    task: str | None
+    times: bool  # the segments are printed with their times
+
+    @property
+    def seconds(self) -> float:
+        return len(self.samples) / RATE
+
+
+class WindowRun(NamedTuple):
+    """The windows of one pass over the recording."""
+
+    transcript: Transcript
+    run: report_of.MeasuredRun
+    inputs: list[Spectrogram]
+
+
+class Transcription:
+    """The transcription of a recording with a method."""
+
+    def __init__(
+        self, session: Session, settings: SpeechSettings, decoding: Decoding, method: str, options: MethodOptions,
+        recording: Recording,
+    ):  # fmt: skip
+        self.session, self.tokens, self.decoding, self.recording = session, settings, decoding, recording
+        self.method, self.drafter = METHODS[method], session.drafter(method, options)
+        config = session.target.model.config
+        self.frames = speech.log_mel(config, recording.samples)
+        self.times = recording.times or self.frames.shape[1] > config.source_frames
+        self.language, self.prompt = speech.choose_prompt(
+            session.target, settings, self.frames, recording.language, recording.task, times=self.times
+        )
+        base = session.settings(decoding, method, settings.processors(times=self.times))
+        self.settings = dataclasses.replace(base, eos=(settings.end,))
+
+    def task(self, drafter: Drafter, settings: Settings, number: int, inputs: Spectrogram) -> measure.DecodeTask:
+        """Return a window with its key and settings."""
+        keys = measure.row_keys(self.decoding.seed, [number])
+        room = self.session.target.model.max_positions - len(self.prompt)
+        length = min(self.decoding.max_new_tokens, room)
+        return measure.DecodeTask(self.session.target, drafter, [self.prompt], keys, settings, length, inputs)
+
+    def compile(self, drafter: Drafter, settings: Settings) -> float:
+        """Compile the programs of a window; return the seconds."""
+        first = window_at(self.frames, 0, self.session.target.model.config.source_frames)
+        return measure.warm_stream(self.task(drafter, settings, 0, first))
+
+    def read(self, drafter: Drafter, settings: Settings, out: Console) -> WindowRun:
+        """Decode all windows, and print their segments."""
+        runs: list[report_of.MeasuredRun] = []
+        windows: list[Spectrogram] = []
+
+        def decode_window(number: int, inputs: Spectrogram) -> Sequence[int]:
+            runs.append(measure.run_stream(self.task(drafter, settings, number, inputs)))
+            windows.append(inputs)
+            return runs[-1].tokens[0]
+
+        def show(segments: Sequence[SpeechSegment]) -> None:
+            for segment in segments:
+                times = f"[{clock_time(segment.start)} - {clock_time(segment.end)}] " if self.times else ""
+                out.print(f"{times}{segment.text.strip()}", soft_wrap=True)
+
+        transcript = speech.read_windows(
+            self.session.target, self.session.tokenizer, self.tokens, self.frames, decode_window,
+            language=self.language, on_segments=show,
+        )  # fmt: skip
+        return WindowRun(transcript, report_of.merge(runs), windows)
+
+    def execute(self, log: Console, *, compare: bool, as_json: bool) -> None:
+        """Transcribe, compare and report.
+
+        Raises: typer.Exit(1) if texts differ that must be equal.
+        """
+        plain = self.session.drafter("autoregressive") if compare else None
+        plain_settings = without_draft(self.settings)
+        with stage(log, "compiling", f"compiled {self.method.name}{' and plain decoding' if compare else ''}"):
+            compile_seconds = self.compile(self.drafter, self.settings)
+            if plain is not None:
+                self.compile(plain, plain_settings)
+        out = Console(quiet=as_json)
+        ours = self.read(self.drafter, self.settings, out)
+        theirs = None if plain is None else self.read(plain, plain_settings, Console(quiet=True))
+        is_comparable = self.decoding.is_comparable(self.method.name, self.drafter.traits.draws)
+        is_compared = theirs is not None and is_comparable
+        identical = ours.run.tokens == theirs.run.tokens if theirs is not None and is_comparable else None
+        difference = self._difference(ours, theirs) if theirs is not None and identical is False else None
+        record = report_of.record(
+            self.method.name, self.decoding.guarantee(self.method.name), ours.run,
+            None if theirs is None else theirs.run, identical=identical, compile_seconds=compile_seconds,
+            peak_memory_bytes=peak_memory_bytes(),
+        )  # fmt: skip
+        if as_json:
+            print_json(self._document(record, ours.transcript, difference))
+        else:
+            print_table(self._table(record), out)
+            for line in _verdict(record, difference, self.session.baseline) if theirs is not None else ():
+                out.print(line, soft_wrap=True)
+        if is_compared and difference is not None and not difference["near_tie"]:
+            raise typer.Exit(1)
+
+    def _difference(self, ours: WindowRun, theirs: WindowRun) -> dict[str, Any] | None:
+        """Return the first difference of the windows as JSON. Later windows may start at other times."""
+        target = self.session.target
+        pairs = zip(ours.run.tokens, theirs.run.tokens, theirs.inputs, strict=False)
+        for number, (text, plain, inputs) in enumerate(pairs):
+            key = None if self.settings.is_greedy else measure.row_keys(self.decoding.seed, [number])[0]
+            origin = near_ties.TextOrigin(
+                self.drafter.pass_widths(1, target), 1, tuple(self.settings.processors), self.settings.to_sampling(),
+                key, Spectrogram(jnp.asarray(inputs.frames)),
+            )  # fmt: skip
+            difference = near_ties.find_difference(target, self.prompt, text, plain, origin)
+            if difference is not None:
+                return near_ties.difference_record(difference, self.session.tokenizer, window=number)
+        return None
+
+    def _document(self, record: dict, transcript: Transcript, difference: dict[str, Any] | None) -> dict[str, Any]:
+        """Return the JSON document."""
+        segments = [
+            {"start": segment.start, "end": segment.end, "text": segment.text, "token_ids": list(segment.tokens)}
+            for segment in transcript.segments
+        ]
+        return {
+            **record, **provenance(self.session), "settings": self.decoding.record(),
+            "file": str(self.recording.path), "audio_seconds": self.recording.seconds, "language": transcript.language,
+            "timestamps": self.times, "windows": len(transcript.windows), "text": transcript.text,
+            "segments": segments, "differences": [] if difference is None else [difference],
+        }  # fmt: skip
+
+    def _table(self, record: dict) -> dict[str, str]:
+        """Return the totals as lines of a table."""
+        audio, seconds = self.recording.seconds, record["seconds"]
+        lines = {
+            "method": f"{record['method']} (guarantee: {record['guarantee']})",
+            "audio": f"{audio:.1f} s in {seconds:.2f} s, {audio / seconds:.1f} times as fast as speech",
+            "tokens": f"{record['tokens']}, {record['tokens_per_second']:.1f} per second",
+            "tokens per target pass": f"{record['block_efficiency']:.2f}",
+            "windows": str(record["prompts"]),
+            "compilation": f"{record['compile_seconds']:.1f} s",
+            "peak memory": describe_memory(record["peak_memory_bytes"]),
+        }
+        if self.language is not None:
+            lines["language"] = self.language
+        if record["baseline_tokens_per_second"] is not None:
+            lines["plain decoding"] = f"{record['baseline_tokens_per_second']:.1f} tokens/s"
+            lines["speed ratio"] = f"{record['speedup']:.2f}"
+        return lines
+
+
+def _verdict(record: dict, difference: dict[str, Any] | None, baseline: str) -> list[str]:
+    """Return the result of the comparison in words."""
+    if record["identical"] is None:
+        return ["outputs: not compared; sampled drafts keep the distribution of the target, not its text"]
+    if record["identical"]:
+        return [f"outputs: identical to {baseline}"]
+    if difference is None:
+        return [f"outputs differ from {baseline} in the number of windows"]
+    d = difference
+    return [
+        f"outputs differ: window {d['window'] + 1}, first at new token {d['position']}: {d['text']!r} instead of "
+        f"{d['plain_text']!r}; {near_ties.describe_gap(d)}"
+    ]
+
+
+def clock_time(seconds: float) -> str:
+    """Return seconds as minutes and seconds, such as 01:02.50."""
+    hundredths = round(seconds * 100)
+    return f"{hundredths // 6000:02d}:{hundredths // 100 % 60:02d}.{hundredths % 100:02d}"
