@@ -7,15 +7,22 @@ from specjax.models.loading import Tokenizer, first_difference, load
 from specjax.models.seq2seq.memory import sources, spectrograms
 from specjax.models.storage import storage_options
 from specjax.models.variants.pruning import narrow_mlps, prune_layers
+from specjax.models.vision.grids import PromptPatches
+from specjax.models.vision.memory import PromptImages, images
+from specjax.models.vision.processor import load_image_processor
 
 __all__ = [
     "Gemma3Config",
     "LlamaConfig",
+    "PromptImages",
+    "PromptPatches",
     "Tokenizer",
     "abstract_params",
     "first_difference",
+    "images",
     "init_params",
     "load",
+    "load_image_processor",
     "make_model",
     "narrow_mlps",
     "prune_layers",

@@ -31,11 +31,14 @@ from specjax.models.seq2seq.model import pass_params
 from specjax.models.seq2seq.t5 import T5Model
 from specjax.models.skipping.attention_layers import SkippingLayers
 from specjax.models.storage import check_exact_products, quantize_params, with_formats
+from specjax.models.vision import memory as vision_memory
+from specjax.models.vision import model as vision_model
+from specjax.models.vision.config import VisionLanguageConfig
 from specjax.numerics.global_arrays import with_auto_axes
 from specjax.numerics.same_bits import check_same_bits
 from specjax.types import Capabilities, Model, PyTree
 
-CONFIGS = LlamaConfig, Gemma3Config, HybridConfig, T5Config, BartConfig, WhisperConfig
+CONFIGS = LlamaConfig, Gemma3Config, HybridConfig, T5Config, BartConfig, WhisperConfig, VisionLanguageConfig
 Config = DecoderConfig
 
 
@@ -59,7 +62,8 @@ def abstract_module(config: Config) -> nnx.Module:
 
 def _decoder_class(config: Config) -> Any:
     classes: dict[type, Any] = {
-        HybridConfig: HybridDecoder, T5Config: T5Model, WhisperConfig: WhisperModel, BartConfig: BartModel
+        HybridConfig: HybridDecoder, T5Config: T5Model, WhisperConfig: WhisperModel, BartConfig: BartModel,
+        VisionLanguageConfig: vision_model.ImageDecoder,
     }  # fmt: skip
     return next((module for kind, module in classes.items() if isinstance(config, kind)), Decoder)
 
@@ -101,6 +105,7 @@ def gear_form(config: Config, mesh: Mesh | None = None) -> GearForm | None:
         "it is spread over a mesh": mesh is not None,
         "same_bits is not shown for it": config.same_bits,
         "it has an encoder": isinstance(config, Seq2SeqConfig),
+        "it reads images": isinstance(config, VisionLanguageConfig),
         f"its heads of {config.head_dim} numbers do not fill whole bytes": config.head_dim * options["bits"] % 8 != 0,
         f"its heads of {config.head_dim} numbers are too large": config.head_dim > 256,
     }
@@ -128,9 +133,11 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
       for `same_bits` where it was not shown to hold.
     """
     gear_form(config, mesh)
-    if isinstance(config, Seq2SeqConfig) and (mesh is not None or config.same_bits):
+    kinds: dict[type, str] = {Seq2SeqConfig: "encoder-decoder", VisionLanguageConfig: "model with images"}
+    kind = next((kind for form, kind in kinds.items() if isinstance(config, form)), None)
+    if kind is not None and (mesh is not None or config.same_bits):
         option = "same_bits" if mesh is None else "a mesh"
-        raise UsageError(f"the encoder-decoder {config.name} does not support {option} yet; leave it out")
+        raise UsageError(f"the {kind} {config.name} does not support {option} yet; leave it out")
     if config.same_bits:
         check_same_bits(config.dtype, config.cache_dtype, mesh, over)
         check_exact_products(config)
@@ -156,6 +163,8 @@ def _make_model(config: Config, mesh: Mesh | None, over: tuple[str, ...] | None)
         cache_and_pass = _hybrid_fields(config, layout, module_of)
     elif isinstance(config, Seq2SeqConfig):
         cache_and_pass = _seq2seq_fields(config, module_of)
+    elif isinstance(config, VisionLanguageConfig):
+        cache_and_pass = _vision_fields(config, module_of)
     else:
         cache_and_pass = _attention_fields(config, layout, module_of)
     return Model(
@@ -305,6 +314,26 @@ def _seq2seq_fields(config: Seq2SeqConfig, module_of: Callable[[PyTree], Any]) -
         "rewind": seq2seq_memory.rewind,
         "axes": seq2seq_memory.axes,
         "capabilities": Capabilities(config.num_layers, taps=True, mixtures=True, streams=True, inputs=True),
+    }
+
+
+def _vision_fields(config: VisionLanguageConfig, module_of: Callable[[PyTree], Any]) -> dict[str, Any]:
+    """Return the fields of a `Model` that reads images. Its `inputs` are `Images`, or None for prompts without any."""
+    text = _attention_fields(config, None, module_of)
+
+    def init_cache(params, inputs, batch: int, capacity: int) -> vision_memory.VisionCache:
+        vision_memory.check_fit(config, inputs)
+        memory = None if inputs is None else module_of(params).encode(inputs)
+        return vision_memory.VisionCache(text["init_cache"](params, None, batch, capacity), memory)
+
+    return text | {
+        "init_cache": init_cache,
+        "pass_params": vision_model.pass_params,
+        "commit": vision_memory.commit,
+        "rewind": vision_memory.rewind,
+        "axes": vision_memory.axes,
+        "queries": None,
+        "capabilities": text["capabilities"]._replace(inputs=True, needs_inputs=False, placeholder=config.image_token),
     }
 
 

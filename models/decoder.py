@@ -301,12 +301,14 @@ class Decoder(LanguageModel):
     def __call__(
         self, tokens: Array | Mixture | Stream | Appended, cache: kv.KVCache, *, positions: Array, mask: Array,
         taps=(), earlier=None, layers=None, layout=None, run_layers=L.run_layers,
+        settings: L.AttentionSettings | None = None,
     ) -> tuple[Output, kv.Pending]:  # fmt: skip
         shared = L.make_pass_inputs(
             positions, mask, cache, earlier, layout, layers, start_history(self.config.experts, tokens)
         )
         x = L.embed_inputs(lambda tokens: self.embed_tokens(tokens, layout), tokens)
-        stream, pending, history = run_layers(self.layers, x, shared, cache, self.config.attention_settings(positions))
+        settings = self.config.attention_settings(positions) if settings is None else settings
+        stream, pending, history = run_layers(self.layers, x, shared, cache, settings)
         hidden = self.norm(stream[-1])
         read = mean_experts(history, self.config)
         streams = tuple(stream[tap] for tap in taps)

@@ -154,6 +154,8 @@ class Capabilities(NamedTuple):
     streams: bool = False  # accepts a `Stream` in place of tokens
     vectors: bool = False  # accepts `Appended` in place of tokens
     inputs: bool = False  # `init_cache` reads `inputs`; other models receive None
+    needs_inputs: bool = True  # with `inputs`: a call without them is refused
+    placeholder: int | None = None  # the token in prompts that vectors of the inputs replace; no drafter should copy it
     reads_in_order: bool = False  # no token may see a later one, as with recurrent layers
     shared_keys: tuple[int, int] | None = None  # the local and the global layer whose keys assistants read in the cache
     new_tokens: int | None = None  # the new tokens for which a compressed cache has room; None: no such limit

@@ -25,11 +25,13 @@ class Rotation(NamedTuple):
         """Compute the rotation at positions int32[B, T].
 
         Args:
+          positions: can also be int32[B, T, r / 2], with a position for each frequency.
           frequencies: float32[r / 2]. The first r numbers of a head are rotated; the others stay.
           amplitude: factor on the rotated numbers.
           same_bits: make the products with bfloat16 exact.
         """
-        angle = positions[:, :, None, None].astype(jnp.float32) * frequencies
+        by_frequency = positions[..., None] if positions.ndim == 2 else positions
+        angle = by_frequency[:, :, None].astype(jnp.float32) * frequencies
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         if amplitude is not None:
             cos, sin = amplitude * cos, amplitude * sin

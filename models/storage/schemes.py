@@ -29,6 +29,9 @@ FLOAT_MODULES = ("router", "shared_gate", "k_up", "v_up")
 """Modules that are not quantised: those of a mixture whose small errors change the choice of experts, and the matrices
 of latent attention that are multiplied head by head."""
 
+FLOAT_PARTS = ("tower", "connector")
+"""Parts of a model that are not quantised: those that read the images of a prompt."""
+
 HALF_BYTES = ("int4", "uint4")
 """Dtypes of values of which two take one byte."""
 
@@ -98,14 +101,16 @@ def format_of(config: Any, keys: tuple, shape: tuple[int, ...]) -> WeightFormat 
     """Return the format of the parameter at `keys` of a model, with the shape of one layer; None: it is not quantised.
 
     The rows of `config.quantized` are patterns of module paths, such as "layers.*.mlp.down", and formats. The first
-    pattern that matches counts. Only matrices are quantised, and not those of FLOAT_MODULES. A group that does not
-    divide the inputs becomes their greatest common divisor. If that is below MIN_GROUP, the matrix is not quantised.
+    pattern that matches counts. Only matrices are quantised, and not those of FLOAT_MODULES and FLOAT_PARTS. A group
+    that does not divide the inputs becomes their greatest common divisor. If that is below MIN_GROUP, the matrix is not
+    quantised.
     """
     if (
         not config.quantized
         or keys[-1] != "weight"
         or len(shape) != 2 + is_of_experts(keys)
         or keys[-2] in FLOAT_MODULES
+        or keys[0] in FLOAT_PARTS
     ):
         return None
     names = [key for key in keys[1:-1] if not (isinstance(key, int) and config.stacked)]

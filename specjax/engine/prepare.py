@@ -300,7 +300,8 @@ def check_pair(target: Target, drafter: Drafter) -> None:
 def check_inputs(target: Target, inputs: PyTree, batch: int) -> None:
     """Check that the inputs of the model are present, with one entry per prompt. Raises: UsageError."""
     name = target.model.name
-    if target.model.capabilities.inputs and inputs is None:
+    capabilities = target.model.capabilities
+    if capabilities.inputs and capabilities.needs_inputs and inputs is None:
         raise UsageError(f"the model {name} needs inputs in addition to tokens; pass inputs=, one per prompt")
     for leaf in jax.tree.leaves(inputs):
         if jnp.ndim(leaf) < 1 or len(leaf) != batch:

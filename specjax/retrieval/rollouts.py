@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays.indexing import gather_at, take_along
-from specjax.retrieval.suffixes import last_tokens, match_length
+from specjax.retrieval.suffixes import copyable_tokens, last_tokens, match_length
 from specjax.types import Array, Context
 
 END = -3
@@ -85,6 +85,7 @@ def extend(rollouts: Rollouts, sources: RolloutSources, context: Context) -> Con
 
     Tokens after the end of a sample are END, which a drafter must not draft.
     """
+    context = context._replace(tokens=copyable_tokens(context))
     batch, size = context.tokens.shape
     earlier = jnp.where(sources.earlier[:, None] >= 0, rollouts.tokens[jnp.maximum(sources.earlier, 0)], END)
     siblings = jnp.maximum(sources.siblings, 0)

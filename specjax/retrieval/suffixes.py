@@ -6,7 +6,21 @@ import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
 from specjax.trees.operations import chain
-from specjax.types import Array, TokenTree
+from specjax.types import Array, Context, TokenTree
+
+NO_TOKEN = -4
+"""The largest number in place of a placeholder. Missing tokens are -1, padding is -2, and ends of samples are -3."""
+
+
+def copyable_tokens(context: Context) -> Array:
+    """Return the tokens int32[B, L] of a context, with another negative number at each placeholder of an image vector.
+
+    A run of placeholders then matches no other one, and no chain copies them.
+    """
+    placeholder = None if context.target is None else context.target.model.capabilities.placeholder
+    if placeholder is None:
+        return context.tokens
+    return jnp.where(context.tokens == placeholder, NO_TOKEN - jnp.arange(context.tokens.shape[1]), context.tokens)
 
 
 def last_tokens(tokens: Array, length: Array, count: int) -> Array:
@@ -38,9 +52,12 @@ def match_length(source: Array, size: Array, ending: Array) -> Array:
 def copied_chain(root: Array, source: Array, size: Array, start: Array, count: int, limit: Array) -> TokenTree:
     """Return the chain of `root` int32[B, 1] and `count` tokens of `source` int32[B, L] from `start` int32[B].
 
-    A start of -1 gives no tokens. Nodes are valid within the first size[b] tokens, down to depth `limit` int32[B].
+    A start of -1 gives no tokens. Nodes are valid within the first size[b] tokens, down to depth `limit` int32[B]. The
+    chain ends before a negative number (`copyable_tokens`).
     """
     index = start[:, None] + jnp.arange(count)
     copied = take_along(source, jnp.clip(index, 0, source.shape[1] - 1), 1)
     valid = (start[:, None] >= 0) & (index < size[:, None]) & (jnp.arange(count) < limit[:, None])
-    return chain(jnp.concatenate([root, copied], 1), jnp.concatenate([jnp.ones_like(root, bool), valid], 1))
+    valid &= jnp.cumsum(copied < 0, 1) == 0
+    tokens = jnp.concatenate([root, jnp.maximum(copied, 0)], 1)
+    return chain(tokens, jnp.concatenate([jnp.ones_like(root, bool), valid], 1))

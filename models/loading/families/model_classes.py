@@ -22,6 +22,7 @@ PREFIXES = {
     "olmoe": "Olmoe", "gemma3_text": "Gemma3", "gemma3": "Gemma3", "qwen3_5": "Qwen3_5", "qwen3_5_text": "Qwen3_5",
     "qwen3_5_moe": "Qwen3_5Moe", "qwen3_5_moe_text": "Qwen3_5Moe",
     "qwen3_next": "Qwen3Next", "lfm2": "Lfm2", "gemma4": "Gemma4", "gemma4_text": "Gemma4",
+    "smolvlm": "SmolVLM", "idefics3": "Idefics3", "llava": "Llava", "qwen2_vl": "Qwen2VL",
     "gemma4_unified": "Gemma4Unified", "gemma4_unified_text": "Gemma4Unified",
 }  # fmt: skip
 """The beginning of the class names of each supported `model_type` in transformers."""

@@ -24,7 +24,9 @@ from specjax.models.loading.families.hybrid import (
 )
 from specjax.models.loading.families.latent import deepseek, deepseek_gguf
 from specjax.models.loading.families.seq2seq import bart, t5, whisper
+from specjax.models.loading.families.vision import idefics, llava, qwen2_vl
 from specjax.models.seq2seq.config import BartConfig, T5Config, WhisperConfig
+from specjax.models.vision.config import VisionLanguageConfig
 
 HYBRIDS = (
     qwen3_5,
@@ -40,7 +42,8 @@ HYBRIDS = (
     deepseek,
     deepseek_gguf,
 )
-FAMILIES = (llama, gemma3, llada, *HYBRIDS, t5, bart, whisper)
+VISION = (idefics, llava, qwen2_vl)
+FAMILIES = (llama, gemma3, llada, *HYBRIDS, t5, bart, whisper, *VISION)
 
 _MAMBA_1 = "its Mamba-1 layers have a decay for each channel and state, so one pass cannot verify a token tree"
 _KDA = "its Kimi delta attention has a decay for each key channel, which specjax does not support"
@@ -59,6 +62,8 @@ def by_config(config: Config) -> ModuleType:
     """Return the family of a loaded model."""
     if isinstance(config, HybridConfig):
         return next(family for family in HYBRIDS if config.model_type in family.MODEL_TYPES)
+    if isinstance(config, VisionLanguageConfig):
+        return next(family for family in VISION if config.model_type in family.HF_TYPES)
     families = {LlamaConfig: llama, Gemma3Config: gemma3, T5Config: t5, BartConfig: bart, WhisperConfig: whisper}
     return families[type(config)]
 

@@ -28,6 +28,7 @@ from specjax.models.loading.tensors.tensors import (
     check_sizes,
     equal_values,
 )
+from specjax.models.vision.config import VisionLanguageConfig
 
 DOWNLOADED_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """Files that are downloaded from a hub repository: no pickles, no code, no files of other frameworks."""
@@ -110,7 +111,8 @@ def read(
         warnings.warn(
             f"{folder} has an adapter beside the model, which is not applied", CheckpointWarning, stacklevel=5
         )
-    ignored = lambda name: name.endswith("rotary_emb.inv_freq") or name.startswith(_NON_TEXT_PREFIXES)
+    prefixes = () if isinstance(parsed, VisionLanguageConfig) else _NON_TEXT_PREFIXES
+    ignored = lambda name: name.endswith("rotary_emb.inv_freq") or name.startswith(prefixes)
     located = _locate_tensors(folder, files, lambda name: without(name) or ignored(name), method is not None)
     native, located = _split_module(folder, parsed.num_layers, located, method)
     tensors: dict[str, StoredArray] = {**located} if method is None else as_matrices(located, method)

@@ -89,6 +89,14 @@ class RunOptions:
     stop_string: o.StopStringOption = None
     adapt: o.AdaptOption = None
     compress: o.CompressOption = None
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--image",
+            help="Image before each prompt, for a model that reads images. Repeat the flag for several images.",
+            show_default=False,
+        ),
+    ] = None
     compare: Annotated[
         bool, typer.Option("--compare", help="Also run plain decoding, and compare texts and speed.")
     ] = False
@@ -185,7 +193,7 @@ def _draft(flags: GenerateFlags) -> None:
     from specjax.cli.runs.environment import open_program_cache, stage
     from specjax.cli.runs.generation import Generation, GenerationOptions
     from specjax.cli.runs.run import Report, execute
-    from specjax.cli.runs.session import note_training, with_costs
+    from specjax.cli.runs.session import note_training, requires_inputs, with_costs
     from specjax.parallel import check_same
     from specjax.speech import is_speech_model
 
@@ -193,6 +201,7 @@ def _draft(flags: GenerateFlags) -> None:
     run, values = flags.run, _shared_values(flags, selection.options.source)
     compression = read_compression(run.compress, run.adapt, flags.models.same_bits)
     check_one_loss(flags.models.cache_dtype, run.compress, run.adapt)
+    require(not run.image or run.compress is None, "--compress would drop parts of images; remove it, or --image")
     require(
         not flags.hosts.distributed or flags.draft.costs != "measured",
         "--costs measured differs between hosts, and all must run one program; give a file of `specjax plan`",
@@ -207,7 +216,7 @@ def _draft(flags: GenerateFlags) -> None:
     session, method = selection.open(log, mesh, reads_sources=True)
     note_training(flags.models.draft, "system", flags.prompts.system, log)
     hosts.check_models(session.target, session.draft, session.head and session.head.head)
-    has_encoder = session.target.model.capabilities.inputs
+    has_encoder = requires_inputs(session.target)
     if has_encoder:
         require(
             not is_speech_model(session.target),
@@ -216,7 +225,8 @@ def _draft(flags: GenerateFlags) -> None:
         for flag, value in (("--compress", run.compress), ("--system", flags.prompts.system)):
             require(value is None, f"{flag} does not apply to the source of an encoder-decoder; leave it out")
         source = source._replace(raw=True)  # such models have no chats
-    rows, bad = source.encode(lines, session, flags.sampling.max_new_tokens)
+    pictures = _open_pictures(run.image, flags.models.target, session)
+    rows, bad = source.encode(lines, session, flags.sampling.max_new_tokens, pictures)
     if has_encoder:
         rows = as_sources(rows, session.target.model.config.text_start)
     compressed = None
@@ -234,6 +244,21 @@ def _draft(flags: GenerateFlags) -> None:
     if programs is not None and programs.compiling is not None:
         with stage(log, "compiling wider passes for the next run", "compiled wider passes for the next run"):
             programs.finish()
+
+
+def _open_pictures(files: list[Path] | None, source: str | None, session: Any) -> Any:
+    """Return the pictures of --image with the image processor of the target; None without the flag."""
+    from specjax.cli.options.prompts import Pictures
+    from specjax.errors import UsageError
+    from specjax.models import load_image_processor
+    from specjax.models.loading import resolve
+
+    if not files:
+        return None
+    try:
+        return Pictures(files, load_image_processor(resolve(source), session.target, session.tokenizer))
+    except UsageError as error:
+        raise UsageError(f"--image: {error}") from None
 
 
 def _loop(flags: GenerateFlags, method: str) -> None:
@@ -321,7 +346,7 @@ def _denoise(flags: GenerateFlags) -> None:
     run, models = flags.run, flags.models
     allowed = frozenset(
         vars(models).keys() - {"draft", "same_bits", "head_set"}
-        | vars(run).keys() - {"adapt", "compress", "stop_string"}
+        | vars(run).keys() - {"adapt", "compress", "stop_string", "image"}
         | {"settings", "connect_timeout", "heartbeat", "checkpoint_every"}
     )
     groups = (models, flags.draft, flags.processing, run, flags.hosts, flags.checkpoint, flags.speculative)
@@ -355,7 +380,7 @@ def _collaborate(flags: GenerateFlags, method: str) -> None:
 
     run, models = flags.run, flags.models
     allowed = frozenset(
-        vars(run).keys() - {"adapt", "compress", "stop_string", "show"}
+        vars(run).keys() - {"adapt", "compress", "stop_string", "show", "image"}
         | {"settings", "connect_timeout", "heartbeat", "checkpoint_every", "checkpoint"}
     )
     groups = (flags.draft, run, flags.hosts, flags.checkpoint, flags.speculative)

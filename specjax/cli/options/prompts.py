@@ -13,6 +13,7 @@ from specjax.cli.output.console import drop_library_messages
 from specjax.cli.output.files import MAX_TEXT_BYTES, read_text
 from specjax.errors import UsageError, require
 from specjax.files.untrusted import is_text
+from specjax.models.vision.processor import ImageProcessor, Tiles
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 """Categories that Spec-Bench reports as one task."""
@@ -123,6 +124,7 @@ class Encoded(NamedTuple):
     ids: list[int]
     ordinal: int  # index among all prompts, which selects its random key
     source: list[int] | None = None  # what the encoder of an encoder-decoder reads; the text is then its first token
+    tiles: Tiles | None = None  # the images of the prompt
 
 
 def system_turn(system: str | None) -> list[dict[str, str]]:
@@ -139,16 +141,22 @@ def encode(
     raw: bool = False,
     owner: str = "the model",
     system: str | None = None,
+    pictures: Pictures | None = None,
 ) -> tuple[list[Encoded], list[BadLine]]:
     """Return the ids of the prompts that fit, and the other prompts.
 
     owner: the model that has this capacity, for errors. raw: skip the chat template. system: text before each prompt.
+    pictures: those of every prompt.
     """
     rows, bad = [], []
     for index, prompt in enumerate(prompts):
         with drop_library_messages():
             turn = {"role": "user", "content": prompt.text}
-            ids = list(tokenizer.encode(prompt.text) if raw else tokenizer.chat([*system_turn(system), turn]))
+            tiles = None
+            if pictures is not None:
+                ids, tiles = pictures.encode(prompt.text, raw=raw, system=system)
+            else:
+                ids = list(tokenizer.encode(prompt.text) if raw else tokenizer.chat([*system_turn(system), turn]))
         if not ids:
             bad.append(BadLine(prompt.line, "the prompt has no tokens; give some text"))
         elif len(ids) + max_new_tokens > capacity:
@@ -160,13 +168,28 @@ def encode(
                 )
             )
         else:
-            rows.append(Encoded(prompt, ids, index))
+            rows.append(Encoded(prompt, ids, index, tiles=tiles))
     return rows, bad
 
 
 def as_sources(rows: list[Encoded], text_start: Sequence[int]) -> list[Encoded]:
     """Return the rows of an encoder-decoder: the prompt is the source, and the text begins with `text_start`."""
     return [row._replace(ids=[*text_start], source=row.ids) for row in rows]
+
+
+class Pictures(NamedTuple):
+    """The pictures of every prompt, with the image processor of the target."""
+
+    files: Sequence[Path]
+    processor: ImageProcessor
+
+    def encode(self, text: str, *, raw: bool, system: str | None) -> tuple[list[int], Tiles | None]:
+        """Return the ids and tiles of a prompt. The pictures come before its text."""
+        if raw or system is None:
+            return (self.processor.raw if raw else self.processor.chat)(text, self.files)
+        content = [*({"type": "image"} for _ in self.files), {"type": "text", "text": text}]
+        turn = {"role": "user", "content": content}
+        return self.processor.chat([*system_turn(system), turn], self.files)
 
 
 class PromptSource(NamedTuple):
@@ -184,12 +207,14 @@ class PromptSource(NamedTuple):
             raise UsageError(describe(bad, self.batch_file))
         return prompts, bad
 
-    def encode(self, lines: Lines, session: Any, max_new_tokens: int) -> tuple[list[Encoded], list[BadLine]]:
+    def encode(
+        self, lines: Lines, session: Any, max_new_tokens: int, pictures: Pictures | None = None
+    ) -> tuple[list[Encoded], list[BadLine]]:
         """Return the ids of the prompts that fit the models, and all bad lines. Raises: UsageError if none fits."""
         prompts, bad = lines
         rows, unfit = encode(
             prompts, session.tokenizer, session.capacity, max_new_tokens, raw=self.raw, owner=session.capacity_owner,
-            system=self.system,
+            system=self.system, pictures=pictures,
         )  # fmt: skip
         bad = sorted(bad + unfit, key=lambda entry: entry.line or 0)
         if not rows:

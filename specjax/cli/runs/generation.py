@@ -87,7 +87,8 @@ class Generation(PromptRun):
 
     def compile(self, log: Console) -> None:
         """Compile every program that `run` needs."""
-        shape_of = lambda batch: (measure.bucket([row.ids for row in batch]), jax.tree.map(jnp.shape, inputs_of(batch)))
+        inputs_shape = lambda batch: jax.tree.map(jnp.shape, inputs_of(self.session.target, batch))
+        shape_of = lambda batch: (measure.bucket([row.ids for row in batch]), inputs_shape(batch))
         shapes = {shape_of(batch): batch for batch in self.batches}
         with stage(log, "compiling", f"compiled {self.method.name}{' and plain decoding' if self.plain else ''}"):
             for batch in shapes.values():

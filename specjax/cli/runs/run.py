@@ -18,7 +18,7 @@ from specjax.cli.runs.session import Session, provenance
 from specjax.diffusion import Denoiser, Procedure
 from specjax.engine.prepare import Settings
 from specjax.errors import UsageError
-from specjax.models import sources
+from specjax.models import images, sources
 from specjax.types import Drafter, PyTree, Target
 
 
@@ -33,10 +33,14 @@ class Report(NamedTuple):
     path: Path | None = None  # the file of the prompts
 
 
-def inputs_of(batch: Sequence[Encoded]) -> PyTree:
-    """Return the inputs of an encoder for the sources of a batch; None for prompts without sources."""
+def inputs_of(target: Target | Denoiser, batch: Sequence[Encoded]) -> PyTree:
+    """Return the inputs of the target for the sources or the images of a batch; None for prompts without either."""
     texts = [row.source for row in batch if row.source is not None]
-    return sources(texts) if texts else None
+    if texts:
+        return sources(texts)
+    if not isinstance(target, Target) or all(row.tiles is None for row in batch):
+        return None
+    return images(target, [row.ids for row in batch], [row.tiles for row in batch])
 
 
 class PromptRun:
@@ -94,12 +98,14 @@ class PromptRun:
         """Return a batch with its keys and settings."""
         keys = row_keys(self.decoding.seed, [row.ordinal for row in batch])
         rows = [row.ids for row in batch]
-        return DecodeTask(target, drafter, rows, keys, settings, self.decoding.max_new_tokens, inputs_of(batch))
+        inputs = inputs_of(self.session.target, batch)
+        return DecodeTask(target, drafter, rows, keys, settings, self.decoding.max_new_tokens, inputs)
 
     def origin_of(self, row: Encoded, settings: Settings, widths: Sequence[int], batch: int) -> TextOrigin:
         """Return the decoding of a prompt's text in a batch, with passes of some widths."""
         key = None if settings.is_greedy else row_keys(self.decoding.seed, [row.ordinal])[0]
-        return TextOrigin(widths, batch, tuple(settings.processors), settings.to_sampling(), key, inputs_of([row]))
+        inputs = inputs_of(self.session.target, [row])
+        return TextOrigin(widths, batch, tuple(settings.processors), settings.to_sampling(), key, inputs)
 
     def run(self, report: Report) -> None:
         """Decode all batches."""

@@ -14,7 +14,7 @@ from specjax.drafters.combined import noisy_ranks
 from specjax.drafters.lookup.suffix import find
 from specjax.drafters.tables.token_recycling import RANKS, SuccessorLookup, recycled_tree
 from specjax.retrieval.rollouts import likeliest_copy
-from specjax.retrieval.suffixes import copied_chain
+from specjax.retrieval.suffixes import copied_chain, copyable_tokens
 from specjax.trees.growing import GrownTree
 from specjax.trees.node_statistics import Drafted, DraftShape
 from specjax.trees.operations import chain
@@ -58,8 +58,9 @@ def without_head(
     count, root = shape.copied, context.root
     depth_class = class_of(shape.depth[1 : 1 + count], DEPTHS)
     if texts is None:
-        start, match_lengths = find(context.tokens, context.length, count, MATCHES[-1], "latest")
-        copy = copied_chain(root, context.tokens, context.length, start, count, limit)
+        tokens = copyable_tokens(context)
+        start, match_lengths = find(tokens, context.length, count, MATCHES[-1], "latest")
+        copy = copied_chain(root, tokens, context.length, start, count, limit)
         copied_class = class_of(match_lengths[:, None], MATCHES) * len(DEPTHS) + depth_class
     else:
         noise = None if context.noise is None else functools.partial(noisy_ranks.noise_at, context, np.arange(count))

@@ -31,7 +31,7 @@ import numpy as np
 from specjax.arrays.indexing import take_along
 from specjax.catalog import Method, Option, shared
 from specjax.errors import UsageError
-from specjax.retrieval.suffixes import copied_chain, last_tokens, match_length
+from specjax.retrieval.suffixes import copied_chain, copyable_tokens, last_tokens, match_length
 from specjax.types import Array, Context, Drafter, Traits, TreeSize
 
 METHOD = Method(
@@ -89,7 +89,7 @@ def _functions(num_tokens: int, max_ngram: int) -> Drafter:
         return State(start, context.length, context.length)
 
     def propose(params, keys, state: State, context: Context, limit):
-        tokens, length = context.tokens, context.length
+        tokens, length = copyable_tokens(context), context.length
         source, size = params or (tokens, state.prompt)
         root = context.root
         position = _follow(state, source, size, root, length)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from specjax.catalog import Method, Option, TypicalAcceptance, shared
 from specjax.errors import UsageError
-from specjax.retrieval.suffixes import copied_chain, last_tokens, match_length
+from specjax.retrieval.suffixes import copied_chain, copyable_tokens, last_tokens, match_length
 from specjax.types import Drafter, Traits, TreeSize
 
 METHOD = Method(
@@ -63,7 +63,7 @@ def prompt_lookup(
     find = _find_reference if mode == "reference" else _find_latest
 
     def propose(params, keys, state, context, limit):
-        tokens, length = context.tokens, context.length
+        tokens, length = copyable_tokens(context), context.length
         matched = match_length(tokens, length - 1, last_tokens(tokens, length, max_ngram))
         start = find(matched, length, num_tokens, min_ngram, max_ngram)  # [B], -1: no match
         return copied_chain(context.root, tokens, length, start, num_tokens, limit), state

@@ -1,0 +1,1 @@
+"""Families of models that read images: tensor names and configurations of Hugging Face checkpoints."""

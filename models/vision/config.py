@@ -1,0 +1,84 @@
+"""Shapes and constants of models that read images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal, TypeVar
+
+from specjax.models.decoder import DecoderConfig
+
+Activation = Literal["gelu_tanh", "gelu", "quick_gelu"]
+V = TypeVar("V", bound="VisionLanguageConfig")
+
+
+@dataclass(frozen=True)
+class TowerSizes:
+    """Shapes of an image tower. It reads square images of `image_size`, or with `merge` images of any size."""
+
+    width: int = 1152
+    num_layers: int = 12  # layers that run
+    num_heads: int = 16
+    mlp_width: int = 3072
+    image_size: int = 224
+    patch_size: int = 32
+    channels: int = 3
+    norm_eps: float = 1e-6
+    activation: Activation = "gelu_tanh"
+    class_vector: bool = False  # CLIP: a learned vector precedes the patches; no connector reads it
+    input_norm: bool = False
+    output_norm: bool = True
+    patch_bias: bool = True
+    merge: int = 0  # Qwen2-VL: blocks of merge x merge patches become one vector
+    frames: int = 1  # images that a patch spans in time
+    spare_layers: int = 0  # layers of the file after those that run
+
+    @property
+    def side(self) -> int:
+        """Return the number of patches in a row or a column of an image."""
+        return self.image_size // self.patch_size
+
+
+@dataclass(frozen=True)
+class ConnectorSizes:
+    """Form of the map from the patches of a tower to vectors of the text model.
+
+    With `shuffle` s above 0, blocks of s x s patches are joined to one vector before a linear map. Otherwise each patch
+    passes an MLP with one hidden layer.
+    """
+
+    shuffle: int = 0
+    activation: Activation = "gelu"
+    bias: bool = True
+
+    def num_vectors(self, side: int) -> int:
+        """Return the number of vectors of an image with `side` x `side` patches."""
+        return (side // max(self.shuffle, 1)) ** 2
+
+
+@dataclass(frozen=True)
+class VisionLanguageConfig(DecoderConfig):
+    """A text model with an image tower and a connector. The fields of `DecoderConfig` describe the text model."""
+
+    tower: TowerSizes = TowerSizes()
+    connector: ConnectorSizes = ConnectorSizes()
+    image_token: int = 0  # the placeholder of an image vector in prompts
+    sections: tuple[int, ...] = ()  # M-RoPE: frequencies of time, height and width; (): positions have one axis
+    model_type: str = "smolvlm"
+    text_type: str = "llama"  # the `model_type` of the text model
+    name: str = "vision_language"
+
+    @property
+    def vectors_per_tile(self) -> int:
+        """Return the number of placeholders of an image, or of a tile of one."""
+        return self.connector.num_vectors(self.tower.side)
+
+    @classmethod
+    def around(cls: type[V], text: DecoderConfig, **parts) -> V:
+        """Return the config of a text model with a tower and a connector."""
+        return cls(**values_of(text, fields(DecoderConfig)), **parts)
+
+
+def values_of(config: DecoderConfig, shared: Sequence) -> dict:
+    """Return the values of these fields of a config, by name."""
+    return {field.name: getattr(config, field.name) for field in shared}

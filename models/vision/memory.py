@@ -1,0 +1,217 @@
+"""Images as inputs of a model, and a cache with their vectors beside the keys and values of the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.arrays import batch_axes
+from specjax.arrays.indexing import take_along
+from specjax.errors import UsageError
+from specjax.models import cache as kv
+from specjax.models.vision.config import VisionLanguageConfig
+from specjax.models.vision.grids import UNUSED, GridImages, PromptPatches, grid_images
+from specjax.numerics.validation import check_integer
+from specjax.types import Array, PyTree, Target
+
+UNIT = 4
+"""Rows with more than one tile have a multiple of it, so that images of similar sizes share a program."""
+
+
+class Images(NamedTuple):
+    """The images of a batch of prompts as tiles of one size, and the places of their vectors."""
+
+    pixels: Array  # float32[B, N, C, H, W]
+    patches: Array  # bool[B, N, H / p, W / p], the patches that are not padding; none in tiles without an image
+    places: Array  # int32[B, P], the position of each vector in the prompt, or UNUSED
+
+
+class PromptImages(NamedTuple):
+    """The tiles of all images of one prompt, in the order of their placeholders."""
+
+    pixels: np.ndarray  # float32[n, C, H, W]
+    mask: np.ndarray | None = None  # bool[n, H, W], the pixels that are not padding; None: all
+
+
+def images(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    tiles: Sequence[PromptImages | PromptPatches | np.ndarray | None],
+    *,
+    num_tiles: int | None = None,
+) -> Images | GridImages:
+    """Return the `inputs` of a model that reads images, for prompts with placeholders.
+
+    Args:
+      prompts: token lists, in which each vector of an image has a placeholder.
+      tiles: the tiles of each prompt, or their pixels; None for a prompt without images. Models that read images of
+        any size take `PromptPatches`, and each image counts as a tile.
+      num_tiles: the tiles per row of the result, such as those of the largest request of a server. None: the most that
+        a prompt has, rounded up to 1 or a multiple of UNIT.
+
+    Raises: UsageError for a model without images, tiles of another size, and prompts with another number of
+      placeholders than vectors.
+    """
+    config = image_config(target)
+    size, patch = config.tower.image_size, config.tower.patch_size
+    shape = config.tower.channels, size, size
+    if len(prompts) != len(tiles):
+        raise UsageError(f"there are tiles for {len(tiles)} prompts, but {len(prompts)} prompts; give one entry each")
+    if config.tower.merge:
+        entries = [_as_patches(entry, row) for row, entry in enumerate(tiles)]
+        return grid_images(
+            config, prompts, entries, _count(num_tiles, [len(x.grids) for x in entries if x is not None])
+        )
+    rows = [_as_tiles(entry, shape, row) for row, entry in enumerate(tiles)]
+    count = _count(num_tiles, [len(row.pixels) for row in rows])
+    pixels = np.zeros((len(rows), count, *shape), np.float32)
+    side = config.tower.side
+    patches = np.zeros((len(rows), count, side, side), bool)
+    places = np.full((len(rows), count * config.vectors_per_tile), UNUSED, np.int32)
+    for row, (prompt, entry) in enumerate(zip(prompts, rows, strict=True)):
+        at = np.flatnonzero(np.asarray(prompt) == config.image_token)
+        number = len(entry.pixels)
+        if len(at) != number * config.vectors_per_tile:
+            raise UsageError(
+                f"prompt {row} has {len(at)} placeholders (token {config.image_token}) and {number} tiles of "
+                f"{config.vectors_per_tile} vectors each; encode it with the image processor of the model"
+            )
+        pixels[row, :number] = entry.pixels
+        mask = np.ones((number, size, size), bool) if entry.mask is None else np.asarray(entry.mask, bool)
+        inside = mask[:, : side * patch, : side * patch].reshape(number, side, patch, side, patch)
+        patches[row, :number] = inside.any((2, 4))
+        places[row, : len(at)] = at
+    return Images(jnp.asarray(pixels), jnp.asarray(patches), jnp.asarray(places))
+
+
+def _count(num_tiles: int | None, numbers: Sequence[int]) -> int:
+    """Return the tiles of each row for prompts with these numbers of tiles. Raises: UsageError if there are too few."""
+    largest = max([1, *numbers])
+    check_integer("num_tiles", num_tiles, largest)
+    return num_tiles or (1 if largest == 1 else -(-largest // UNIT) * UNIT)
+
+
+def _as_patches(entry: PromptImages | PromptPatches | np.ndarray | None, row: int) -> PromptPatches | None:
+    """Return the patches of a prompt. Raises: UsageError for tiles of one size."""
+    if entry is None or isinstance(entry, PromptPatches):
+        return entry
+    raise UsageError(f"the tiles of prompt {row} must be PromptPatches, for a model that reads images of any size")
+
+
+def check_fit(config: VisionLanguageConfig, inputs: PyTree) -> None:
+    """Check that the inputs of a model are None or images for its tower, or for that of its target.
+
+    Raises: UsageError for others.
+    """
+    if inputs is None:
+        return
+    if not isinstance(inputs, GridImages if config.tower.merge else Images):
+        raise UsageError(
+            f"inputs of {config.name} must be images; pass inputs=specjax.models.images(...), or leave inputs out"
+        )
+    if isinstance(inputs, GridImages):
+        return
+    tower, num_tiles = config.tower, inputs.pixels.shape[1]
+    shape, places = (tower.channels, tower.image_size, tower.image_size), num_tiles * config.vectors_per_tile
+    if inputs.pixels.shape[2:] != shape or inputs.places.shape[1] != places:
+        raise UsageError(
+            f"{config.name} reads images of {' x '.join(map(str, shape))} numbers as {config.vectors_per_tile} vectors "
+            f"each, and these have {' x '.join(map(str, inputs.pixels.shape[2:]))} and "
+            f"{inputs.places.shape[1] // num_tiles}; choose a draft model with the image tower of the target"
+        )
+
+
+def image_config(target: Target) -> VisionLanguageConfig:
+    """Return the config of a model that reads images. Raises: UsageError for other models."""
+    config = target.model.config
+    if not isinstance(config, VisionLanguageConfig):
+        raise UsageError(
+            f"the model {target.model.name} reads no images; leave them out, or choose a model such as SmolVLM"
+        )
+    return config
+
+
+def _as_tiles(
+    entry: PromptImages | PromptPatches | np.ndarray | None, shape: tuple[int, ...], row: int
+) -> PromptImages:
+    """Return the tiles of a prompt. Raises: UsageError if they do not have this shape."""
+    if isinstance(entry, PromptPatches):
+        raise UsageError(f"the tiles of prompt {row} are PromptPatches, but the model reads tiles of one size")
+    if entry is None:
+        return PromptImages(np.zeros((0, *shape), np.float32))
+    tiles = entry if isinstance(entry, PromptImages) else PromptImages(np.asarray(entry))
+    pixels = np.asarray(tiles.pixels, np.float32)
+    mask_shape = pixels.shape[:1] + pixels.shape[2:]
+    if pixels.ndim != 4 or pixels.shape[1:] != shape or (tiles.mask is not None and tiles.mask.shape != mask_shape):
+        raise UsageError(
+            f"the tiles of prompt {row} have the shape {list(np.shape(tiles.pixels))}, which must be "
+            f"[tiles, {', '.join(map(str, shape))}] with one mask each"
+        )
+    return PromptImages(pixels, tiles.mask)
+
+
+class ImagePositions(NamedTuple):
+    """Rotary positions on three axes. They never index the cache."""
+
+    rotary: Array  # int32[B, P, 3], of each vector: time, height and width
+    ends: Array  # int32[B, N], the position after each image
+    shifts: Array  # int32[B, N], added to the rotary position of all text after an image
+
+
+class ImageMemory(NamedTuple):
+    """The vectors of the images, and their places in the prompts."""
+
+    vectors: Array  # [B, P, D]
+    places: Array  # int32[B, P]
+    axes: ImagePositions | None = None  # None: rotary positions are places
+
+    def find(self, positions: Array) -> tuple[Array, Array]:
+        """Return the index int32[B, T] of the vector at `positions` int32[B, T], and bool[B, T]: there is one."""
+        matches = self.places[:, None] == positions[..., None]
+        return jnp.argmax(matches, -1), jnp.any(matches, -1)
+
+    def put(self, x: Array, positions: Array) -> Array:
+        """Replace embeddings x [B, T, D] at `positions` int32[B, T] by the vectors that have these places."""
+        index, has_vector = self.find(positions)
+        return jnp.where(has_vector[..., None], take_along(self.vectors, index[..., None], 1).astype(x.dtype), x)
+
+    def rotary(self, positions: Array, sections: Sequence[int]) -> Array:
+        """Return the rotary position int32[B, T, r / 2] of each frequency at `positions` int32[B, T].
+
+        Text has the same position on all axes.
+        """
+        if self.axes is None:
+            return positions
+        index, has_vector = self.find(positions)
+        is_before = self.axes.ends[:, None] <= positions[..., None]
+        text = positions + jnp.sum(jnp.where(is_before, self.axes.shifts[:, None], 0), -1)
+        of_vectors = take_along(self.axes.rotary, index[..., None], 1)
+        by_axis = jnp.where(has_vector[..., None], of_vectors, text[..., None])
+        return by_axis[..., np.repeat(np.arange(len(sections)), sections)]
+
+
+class VisionCache(NamedTuple):
+    """The keys and values of the text, and the vectors of its images; None for prompts without images."""
+
+    text: kv.KVCache
+    images: ImageMemory | None
+
+
+def commit(cache: VisionCache, pending: kv.Pending, path: Array, num_nodes: Array) -> VisionCache:
+    """Append nodes to the text, see `models.cache.commit`."""
+    return cache._replace(text=kv.commit(cache.text, pending, path, num_nodes))
+
+
+def rewind(cache: VisionCache, length: Array) -> VisionCache:
+    """Forget all but the first `length` int32[B] tokens of the text."""
+    return cache._replace(text=kv.rewind(cache.text, length))
+
+
+def axes(arrays: Any) -> PyTree:
+    """Return the index of the row axis of each array of a cache or of pending entries."""
+    if not isinstance(arrays, VisionCache):
+        return kv.axes(arrays)
+    return VisionCache(kv.axes(arrays.text), batch_axes.rows_first(arrays.images))

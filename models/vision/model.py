@@ -1,0 +1,80 @@
+"""A text model that reads images. The tower runs once per prompt, and its vectors replace those of placeholders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax.models import cache as kv
+from specjax.models import layers as L
+from specjax.models.decoder import Decoder
+from specjax.models.vision.config import VisionLanguageConfig
+from specjax.models.vision.connectors import make_connector
+from specjax.models.vision.grid_tower import GridTower
+from specjax.models.vision.grids import GridImages
+from specjax.models.vision.memory import ImageMemory, ImagePositions, Images
+from specjax.models.vision.tower import ImageTower
+from specjax.types import Appended, Array, Mixture, Output, PyTree, Stream
+
+PARTS = "tower", "connector"
+"""The parameters that only the images of a prompt need."""
+
+
+class ImageDecoder(Decoder):
+    """A decoder with an image tower and a connector."""
+
+    config: VisionLanguageConfig
+
+    def __init__(self, config: VisionLanguageConfig, *, rngs: nnx.Rngs, layers: nnx.List | None = None):
+        super().__init__(config, rngs=rngs, layers=layers)
+        tower = GridTower if config.tower.merge else ImageTower
+        self.tower = tower(config.tower, dtype=config.dtype, rngs=rngs)
+        self.connector = make_connector(config, rngs)
+
+    def encode(self, images: Images | GridImages) -> ImageMemory:
+        """Run the tower and the connector, one tile after another. Tiles without an image take no time."""
+        (graphdef, state), width = nnx.split((self.tower, self.connector)), self.config.width
+        dtype = jnp.dtype(self.config.dtype)
+        if isinstance(images, GridImages):
+            values, extent = images.patches, images.grids
+            axes = ImagePositions(images.rotary, images.ends, images.shifts)
+        else:
+            values, extent, axes = images.pixels, images.patches, None
+        rows, tiles = extent.shape[:2]
+        count = images.places.shape[1] // tiles
+
+        def read_tile(tile: tuple[Array, Array]) -> Array:
+            tower, connector = nnx.merge(graphdef, state)
+            return connector(tower(*tile)).astype(dtype)
+
+        def read_any(tile: tuple[Array, Array]) -> Array:
+            blank = lambda tile: jnp.zeros((count, width), dtype)
+            return jax.lax.cond(jnp.any(tile[1]), read_tile, blank, tile)
+
+        flat = tuple(x.reshape(rows * tiles, *x.shape[2:]) for x in (values, extent))
+        return ImageMemory(jax.lax.map(read_any, flat).reshape(rows, tiles * count, width), images.places, axes)
+
+    def __call__(
+        self, tokens: Array | Mixture | Stream | Appended, cache: Any, *, positions: Array, mask: Array, **options: Any
+    ) -> tuple[Output, kv.Pending]:
+        """Run the text model on new tokens, as `Model.forward` does.
+
+        Args:
+          cache: a `VisionCache`.
+          options: those of `Decoder`.
+        """
+        if cache.images is not None and not isinstance(tokens, Stream):
+            x = L.embed_inputs(self.embed_tokens, tokens)
+            tokens = Stream(cache.images.put(x, positions))
+        if cache.images is not None and self.config.sections:
+            rotary = cache.images.rotary(positions, self.config.sections)
+            options["settings"] = self.config.attention_settings(rotary)
+        return super().__call__(tokens, cache.text, positions=positions, mask=mask, **options)
+
+
+def pass_params(params: PyTree) -> PyTree:
+    """Return the parameters that a pass over tokens reads. The images were read before."""
+    return {name: part for name, part in params.items() if name not in PARTS}

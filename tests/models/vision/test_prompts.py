@@ -1,0 +1,113 @@
+"""Prompts with images: their ids beside `transformers`, the command line, and errors."""
+
+import json
+
+import numpy as np
+import pytest
+from image_models import IMAGE, TEXT, TOWER, sharpen, write_processor, write_tokenizer
+
+import specjax
+from specjax import UsageError
+from specjax.cli import main
+from specjax.models import images, load_image_processor
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+Image = pytest.importorskip("PIL.Image")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("idefics3")
+    config = transformers.Idefics3Config(
+        text_config=TEXT, vision_config=TOWER, scale_factor=2, image_token_id=IMAGE, tie_word_embeddings=True
+    )
+    model = transformers.Idefics3ForConditionalGeneration(config).eval()
+    sharpen(model)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    write_processor(folder)
+    rng = np.random.default_rng(0)
+    for name, shape in (("wide.png", (20, 40, 3)), ("square.png", (30, 30, 3))):
+        Image.fromarray(rng.integers(0, 256, shape, np.uint8)).save(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    target, tokenizer = specjax.load(str(folder))
+    return target, tokenizer, load_image_processor(folder, target, tokenizer)
+
+
+def test_ids_and_pixels_are_those_of_transformers(folder, loaded):
+    """An image of 1 x 2 tiles and one of 2 x 2, each followed by the complete image."""
+    files = [folder / "wide.png", folder / "square.png"]
+    ids, tiles = loaded[2].chat("w5 w6", files)
+    backend = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), unk_token="<unk>")
+    theirs = transformers.Idefics3Processor(loaded[2].process, backend, image_seq_len=9)
+    text = "user:<image><image> w5 w6<end_of_utterance> assistant:"
+    expected = theirs(text=text, images=[[Image.open(file).convert("RGB") for file in files]], return_tensors="np")
+    assert ids == expected["input_ids"][0].tolist()
+    assert ids.count(IMAGE) == 8 * 9 and len(tiles.pixels) == 8
+    np.testing.assert_array_equal(tiles.pixels, expected["pixel_values"][0])
+
+
+def test_other_forms_of_a_prompt(folder, loaded, tmp_path):
+    """Messages place images themselves, raw texts name the placeholder, and pictures can be open images."""
+    _, tokenizer, processor = loaded
+    picture = Image.open(folder / "wide.png")
+    turn = lambda *content: {"role": "user", "content": list(content)}
+    text = lambda words: {"type": "text", "text": words}
+    ids, _ = processor.chat([turn(text("w5"), {"type": "image"}, text("w6"))], [picture])
+    assert ids.count(IMAGE) == 3 * 9 and ids[2:4] == [5, 60] and ids[-5:-3] == [60, 6]
+    assert processor.raw("w5 <image> w6", [picture])[0] == ids[2:-3]
+    assert processor.raw("w6", [picture])[0] == ids[3:-3]
+    assert processor.chat("w5", [])[0] == tokenizer.chat([turn(text("w5"))])
+    with pytest.raises(UsageError, match=r"has 1 times the placeholder .<image>. for 2 images"):
+        processor.raw("w5 <image>", [picture] * 2)
+
+
+def test_the_command_line_reads_images(folder, loaded, capsys):
+    target, _, processor = loaded
+    files = ["--image", str(folder / "wide.png"), "--image", str(folder / "square.png")]
+    flags = ["--target", str(folder), "--method", "suffix", "--no-cache"]
+    with pytest.raises(SystemExit) as end:
+        main(["generate", "w5 w6", *flags, *files, "--max-new-tokens", "12", "--compare", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    ids, tiles = processor.chat("w5 w6", [folder / "wide.png", folder / "square.png"])
+    inputs = images(target, [ids], [tiles])
+    plain = specjax.decode(target, "autoregressive", [ids], key=0, inputs=inputs, max_new_tokens=12)
+    assert not end.value.code and document["identical"]
+    assert document["results"][0]["token_ids"] == plain.to_lists()[0]
+
+
+def refusal(capsys, *arguments):
+    """Return the last line of a command that ends with a wrong flag."""
+    with pytest.raises(SystemExit) as end:
+        main(["generate", "w5", "--max-new-tokens", "2", *arguments])
+    assert end.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_the_command_line_refuses(folder, capsys):
+    flags = "--target", str(folder)
+    error = refusal(capsys, *flags, "--image", str(folder / "none.png"))
+    assert "none.png" in error and "cannot be read as an image" in error
+    error = refusal(capsys, *flags, "--image", str(folder / "config.json"))
+    assert "give a file such as a PNG or JPEG" in error
+    error = refusal(capsys, "--image", str(folder / "wide.png"))
+    assert error.startswith("specjax: --image: the model smollm2-135m reads no images")
+    error = refusal(capsys, *flags, "--image", str(folder / "wide.png"), "--method", "pearl")
+    assert "--image" in error
+    error = refusal(capsys, *flags, "--image", str(folder / "wide.png"), "--compress", "specpc")
+    assert error == "specjax: --compress would drop parts of images; remove it, or --image"
+
+
+def test_folders_without_an_image_processor(folder, loaded, tmp_path):
+    target, tokenizer, _ = loaded
+    with pytest.raises(UsageError, match="has no image processor that transformers loads"):
+        load_image_processor(tmp_path, target, tokenizer)
+    write_processor(tmp_path, size={"longest_edge": 44}, do_image_splitting=False, max_image_size={"longest_edge": 20})
+    ids, tiles = load_image_processor(tmp_path, target, tokenizer).chat("w5", [folder / "wide.png"])
+    with pytest.raises(UsageError, match=r"have the shape \[1, 3, 20, 20\], which must be \[tiles, 3, 24, 24\]"):
+        images(target, [ids], [tiles])
