@@ -6,6 +6,7 @@ from specjax.models.llama import LlamaConfig
 from specjax.models.loading import Tokenizer, first_difference, load
 from specjax.models.seq2seq.memory import sources
 from specjax.models.storage import storage_options
+from specjax.models.variants.guidance import guided, unconditional
 from specjax.models.variants.pruning import narrow_mlps, prune_layers
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Tokenizer",
     "abstract_params",
     "first_difference",
+    "guided",
     "init_params",
     "load",
     "make_model",
@@ -21,4 +23,5 @@ __all__ = [
     "prune_layers",
     "sources",
     "storage_options",
+    "unconditional",
 ]
