@@ -4,6 +4,7 @@ from specjax.models.bridge import abstract_params, init_params, make_model
 from specjax.models.gemma3 import Gemma3Config
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading import Tokenizer, first_difference, load
+from specjax.models.loading.formats.llamagen import read_llamagen
 from specjax.models.seq2seq.memory import sources
 from specjax.models.storage import storage_options
 from specjax.models.variants.guidance import guided, unconditional
@@ -21,6 +22,7 @@ __all__ = [
     "make_model",
     "narrow_mlps",
     "prune_layers",
+    "read_llamagen",
     "sources",
     "storage_options",
     "unconditional",
