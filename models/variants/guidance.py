@@ -15,14 +15,14 @@ enter the unconditional rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.arrays import batch_axes, texts
+from specjax.arrays import batch_axes, platforms, texts
 from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
 from specjax.numerics.validation import check_range
@@ -185,10 +185,8 @@ def _model(base: Model) -> Model:
         in_prompt = (on_path < cache.prompt_length[:, None] - 1) & (index < num_nodes[:, None])
         skipped = jnp.sum(in_prompt, 1, dtype=jnp.int32)  # these tokens do not enter the unconditional row
         null_path = take_along(path, jnp.minimum(index + skipped[:, None], path.shape[1] - 1), 1)
-        committed = base.commit(
-            merge_rows(base, cache.base), merge_rows(base, pending.base), _pairs(path, null_path),
-            _pairs(num_nodes, num_nodes - skipped),
-        )  # fmt: skip
+        pairs = merge_rows(base, pending.base), _pairs(path, null_path), _pairs(num_nodes, num_nodes - skipped)
+        committed = _in_a_loop(lambda cache: base.commit(cache, *pairs), merge_rows(base, cache.base), num_nodes)
         return cache._replace(base=split_rows(base, committed))
 
     def rewind(cache: GuidedCache, length: Array) -> GuidedCache:
@@ -255,6 +253,18 @@ def _read_prompts(base: Model, params: PyTree, cache: PyTree, tokens: Array, cou
         return base.commit(cache, pending, path, _pairs(jnp.zeros_like(num_new), num_new))
 
     return jax.lax.fori_loop(0, -(-width // size), lambda i, cache: read_chunk(i * size, cache), cache)
+
+
+def _in_a_loop(commit: Callable[[PyTree], PyTree], cache: PyTree, num_nodes: Array) -> PyTree:
+    """Return `commit(cache)`, on a CPU from a loop of one iteration.
+
+    XLA on CPU would fuse the change of shape with the writes, and then copy the cache before and after them. The
+    compiler cannot compute the number of iterations.
+    """
+    if platforms.of_program() != "cpu":
+        return commit(cache)
+    once = jnp.where(num_nodes[0] >= 0, 1, 0)
+    return jax.lax.fori_loop(0, once, lambda i, cache: commit(cache), cache)
 
 
 def _pairs(conditional: Array, unconditional: Array) -> Array:

@@ -12,6 +12,8 @@ from toy import chi_square, tiny_llama, tiny_llama_alike
 import specjax
 from specjax import UsageError, decode, trees
 from specjax.drafters import autoregressive, jacobi, prompt_lookup, token_recycling, two_model
+from specjax.engine.prepare import Settings, prepare
+from specjax.engine.run import start, step
 from specjax.models import guided, unconditional
 from specjax.models.variants import guidance
 from specjax.models.variants.guidance import _model
@@ -136,7 +138,7 @@ def with_positions_of_the_prompt():
 
 
 def test_positions_of_the_conditional_row_fail():
-    """Only the row whose two prompts have one length would keep its text."""
+    """The prompts of a pair have different lengths in all rows."""
     mutant = greedy(autoregressive(), with_positions_of_the_prompt()).to_lists()
     assert mutant != plain()
 
@@ -255,3 +257,15 @@ def test_what_it_refuses():
         decode(target(), autoregressive(), PROMPTS[:2], key=0, max_new_tokens=2, inputs=unconditional(EMPTY[:2]))
     with pytest.raises(UsageError, match="needs inputs"):
         decode(target(), autoregressive(), PROMPTS, key=0, max_new_tokens=2)
+
+
+def test_a_step_does_not_copy_the_cache():
+    """The temporary memory of a step is far below the size of its cache."""
+    of = guided(tiny_llama(max_positions=8192), 2.0)
+    job = prepare(
+        of, jacobi(64, window=4), [[5, 6], [7]], Settings(capacity=8192), key=0, max_new_tokens=4000,
+        inputs=unconditional([[1], [3, 4]]),
+    )  # fmt: skip
+    state = jax.eval_shape(start, job)
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
+    assert step.lower(job.parts, state).compile().memory_analysis().temp_size_in_bytes < 0.1 * size
