@@ -75,13 +75,13 @@ def neighbours(codebook: np.ndarray, count: int) -> np.ndarray:
 def augmented(data: Digits, count: int, seed: int) -> Digits:
     """Return `count` images made of `data`, some of them moved by one pixel, and all a bit darker or lighter."""
     rng = np.random.default_rng(seed)
-    chosen = rng.integers(0, len(data.images), count)
+    index = rng.integers(0, len(data.images), count)
     padded = np.pad(data.images, ((0, 0), (1, 1), (1, 1)))
     down, right = rng.choice([0, *[1] * 6, 2], (2, count))
     rows = (down[:, None] + np.arange(SIDE))[:, :, None]
     columns = (right[:, None] + np.arange(SIDE))[:, None]
-    images = padded[chosen[:, None, None], rows, columns] * rng.uniform(0.85, 1.1, (count, 1, 1))
-    return Digits(np.clip(images, 0, 16).astype(np.float32), data.classes[chosen])
+    images = padded[index[:, None, None], rows, columns] * rng.uniform(0.85, 1.1, (count, 1, 1))
+    return Digits(np.clip(images, 0, 16).astype(np.float32), data.classes[index])
 
 
 def layout() -> Processor:

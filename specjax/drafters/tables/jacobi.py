@@ -114,18 +114,18 @@ def jacobi(
         drawn, distributions = _draw(draw_keys, state.logits, context.sampling)
         randoms = jax.vmap(jax.vmap(lambda key: jax.random.randint(key, (), first, end)))(slot_keys[:, window:])
         is_stored = jnp.arange(window) < state.num_valid[:, None]
-        known = _known(state, context)
-        drawn, is_stored = jnp.where(known < 0, drawn, known), is_stored | (known >= 0)
+        fixed_tokens = _fixed_tokens(state, context)
+        drawn, is_stored = jnp.where(fixed_tokens < 0, drawn, fixed_tokens), is_stored | (fixed_tokens >= 0)
         tokens = _fill(drawn, is_stored, randoms, state.likeliest, context)
         nodes = jnp.concatenate([_text(context, 1), tokens], 1)
         valid = jnp.arange(window + 1) <= limit[:, None]
         if distributions is None or context.noise is not None:
             return chain(nodes, valid), state
         one_hot = jnp.where(jnp.arange(vocab_size) == tokens[:, :, None], 0.0, -jnp.inf)
-        distributions = jnp.where((is_stored & (known < 0))[:, :, None], distributions, one_hot)
+        distributions = jnp.where((is_stored & (fixed_tokens < 0))[:, :, None], distributions, one_hot)
         return chain(nodes, valid, jnp.pad(distributions, ((0, 0), (0, 1), (0, 0)))), state
 
-    def _known(state: JacobiState, context: Context) -> Array:
+    def _fixed_tokens(state: JacobiState, context: Context) -> Array:
         """Return the known tokens int32[B, W] of the window, or -1."""
         place = context.length[:, None] - state.prompt_length[:, None] + jnp.arange(window)
         table = jnp.asarray((*forced, -1), jnp.int32)  # places behind the last one have a choice

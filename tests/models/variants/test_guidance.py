@@ -46,8 +46,8 @@ def logits_of(text):
 @functools.cache
 def guided_logits(row, answer):
     """Return the logits of the tokens after each token of an answer, by two passes over complete texts."""
-    after = lambda prompt: logits_of([*prompt, *answer])[len(prompt) - 1 :]
-    c, u = after(PROMPTS[row]), after(EMPTY[row])
+    logits_after = lambda prompt: logits_of([*prompt, *answer])[len(prompt) - 1 :]
+    c, u = logits_after(PROMPTS[row]), logits_after(EMPTY[row])
     return np.asarray(u + SCALES[row] * (c - u))
 
 
@@ -87,8 +87,8 @@ def test_logits_of_a_tree_are_two_passes_combined():
             expected = guided_logits(row, branch)[1:]
             np.testing.assert_allclose(output.logits[row, 2 * i : 2 * i + 2], expected, atol=2e-4)
     # The second branch is committed, and then forgotten in a part of the rows.
-    chosen = jnp.broadcast_to(jnp.array([2, 3, -1, -1]), (3, 4))
-    longer = commit(cache, pending, chosen, jnp.array([2, 2, 1]))
+    second_branch = jnp.broadcast_to(jnp.array([2, 3, -1, -1]), (3, 4))
+    longer = commit(cache, pending, second_branch, jnp.array([2, 2, 1]))
     shorter = model.rewind(longer, length + jnp.array([2, 0, 1]))
     for row, answer in enumerate([(8, 9), (), (8,)]):
         node, place = jnp.full((3, 1), 4), (length + len(answer))[:, None]
@@ -183,7 +183,7 @@ def joint():
     model, params = small(0).model, small(0).params
     answers = np.stack(np.meshgrid(*[range(VOCAB)] * 3, indexing="ij"), -1).reshape(-1, 3)
 
-    def after(prompt):
+    def logits_after(prompt):
         texts = jnp.asarray([[*prompt, *answer] for answer in answers])
         size = texts.shape[1]
         path = jnp.broadcast_to(jnp.arange(size), texts.shape)
@@ -191,7 +191,7 @@ def joint():
         cache = model.init_cache(params, None, len(texts), 128)
         return model.forward(params, texts, cache, positions=path, mask=mask)[0].logits[:, len(prompt) - 1 : -1]
 
-    c, u = after([2, 1]), after([3])
+    c, u = logits_after([2, 1]), logits_after([3])
     p = np.asarray(jax.nn.softmax((u + 2.5 * (c - u)) / 4.0, -1), np.float64)
     each = np.take_along_axis(p, answers[:, :, None], 2)[:, :, 0]
     return each.prod(1).reshape((VOCAB,) * 3)
