@@ -4,8 +4,10 @@ from specjax.models.bridge import abstract_params, init_params, make_model
 from specjax.models.gemma3 import Gemma3Config
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading import Tokenizer, first_difference, load
+from specjax.models.loading.formats.llamagen import read_llamagen
 from specjax.models.seq2seq.memory import sources, spectrograms
 from specjax.models.storage import storage_options
+from specjax.models.variants.guidance import guided, unconditional
 from specjax.models.variants.pruning import narrow_mlps, prune_layers
 from specjax.models.vision.grids import PromptPatches
 from specjax.models.vision.memory import PromptImages, images
@@ -19,6 +21,7 @@ __all__ = [
     "Tokenizer",
     "abstract_params",
     "first_difference",
+    "guided",
     "images",
     "init_params",
     "load",
@@ -26,7 +29,9 @@ __all__ = [
     "make_model",
     "narrow_mlps",
     "prune_layers",
+    "read_llamagen",
     "sources",
     "spectrograms",
     "storage_options",
+    "unconditional",
 ]

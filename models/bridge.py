@@ -21,6 +21,7 @@ from specjax.models.gemma3 import Gemma3Config
 from specjax.models.hybrid import memory as hybrid_memory
 from specjax.models.hybrid.config import HybridConfig
 from specjax.models.hybrid.decoder import HybridDecoder
+from specjax.models.image_tokens.llamagen import LlamaGenConfig, LlamaGenDecoder
 from specjax.models.layers import run_layers
 from specjax.models.layout import Layout, shard_config
 from specjax.models.llama import LlamaConfig
@@ -38,7 +39,9 @@ from specjax.numerics.global_arrays import with_auto_axes
 from specjax.numerics.same_bits import check_same_bits
 from specjax.types import Capabilities, Model, PyTree
 
-CONFIGS = LlamaConfig, Gemma3Config, HybridConfig, T5Config, BartConfig, WhisperConfig, VisionLanguageConfig
+CONFIGS = (
+    LlamaConfig, Gemma3Config, HybridConfig, T5Config, BartConfig, WhisperConfig, VisionLanguageConfig, LlamaGenConfig
+)  # fmt: skip
 Config = DecoderConfig
 
 
@@ -63,7 +66,7 @@ def abstract_module(config: Config) -> nnx.Module:
 def _decoder_class(config: Config) -> Any:
     classes: dict[type, Any] = {
         HybridConfig: HybridDecoder, T5Config: T5Model, WhisperConfig: WhisperModel, BartConfig: BartModel,
-        VisionLanguageConfig: vision_model.ImageDecoder,
+        VisionLanguageConfig: vision_model.ImageDecoder, LlamaGenConfig: LlamaGenDecoder,
     }  # fmt: skip
     return next((module for kind, module in classes.items() if isinstance(config, kind)), Decoder)
 

@@ -32,6 +32,11 @@ class Rotation(NamedTuple):
         """
         by_frequency = positions[..., None] if positions.ndim == 2 else positions
         angle = by_frequency[:, :, None].astype(jnp.float32) * frequencies
+        return cls.of_angles(angle, amplitude, same_bits=same_bits)
+
+    @classmethod
+    def of_angles(cls, angle: Array, amplitude: Array | float | None = None, *, same_bits: bool = False) -> Rotation:
+        """Compute the rotation by angles float32[B, T, 1, r / 2]. The other arguments are as in `at`."""
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         if amplitude is not None:
             cos, sin = amplitude * cos, amplitude * sin

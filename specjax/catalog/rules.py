@@ -44,6 +44,20 @@ OF_FILES: dict[str, tuple[Option, ...]] = {
 }
 """Parameters of the rules whose arrays are read from a file."""
 
+PRESETS: dict[str, tuple[str, ...]] = {
+    "rollback": (
+        "BiLD as published: --tree bild:10 --verifier rollback --temperature 1",
+        "BiLD with the target's own samples: --tree bild:10 --verifier rollback:sample=yes --temperature 1",
+    ),
+    "lantern": (
+        "LANTERN as published: verifiers.lantern(nearest_1000, 0.1), with temperature=1.0",
+        "LANTERN's greedy mode: verifiers.lantern(nearest_1000, 0.1, sample=False), with temperature=1.0",
+    ),
+    "lantern++": ("LANTERN++: verifiers.lantern(nearest_1000, 2.0, relative=True), with temperature=1.0",),
+    "grouped": ("GSD with up to 25 tokens in a cluster: verifiers.grouped(25, max_gap=0.15), with temperature=1.0",),
+}
+"""Settings of lossy rules in papers and their code, and variants of them, as flags or as a call in Python."""
+
 SAMPLING = {
     "speculative": "an acceptance rule verifies drafted tokens: --verifier, or the exact rule for the drafter",
     "coupled": "target and drafter sample with the same noise; a seed's text equals plain sampling with any drafter",

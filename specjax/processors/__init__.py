@@ -8,6 +8,7 @@ decoding with the same processors. Drafts are not processed: a forbidden token m
 from specjax.processors.automaton import Automaton, json_schema, regex
 from specjax.processors.bad_words import bad_words
 from specjax.processors.bias import ban, bias
+from specjax.processors.by_place import by_place, forced_tokens
 from specjax.processors.constraint import constraint, following
 from specjax.processors.min_length import min_length
 from specjax.processors.penalties.frequency import frequency
@@ -20,8 +21,10 @@ __all__ = [
     "bad_words",
     "ban",
     "bias",
+    "by_place",
     "constraint",
     "following",
+    "forced_tokens",
     "frequency",
     "json_schema",
     "min_length",

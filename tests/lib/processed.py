@@ -62,6 +62,7 @@ def some(vocab: int) -> dict[str, Processor]:
         "bias": processors.bias({1: 1.5, 2: -2.0, vocab - 1: -np.inf}),
         "constraint": processors.constraint(counting(vocab)),
         "min_length": processors.min_length(2, [1, vocab - 1]),
+        "by_place": processors.by_place([range(3), [vocab - 1], range(2, vocab)], [0, 1, 2, 0]),
         "bad_words": processors.bad_words([[5], *([a, b, (a + b) % vocab] for a, b in np.ndindex(vocab, vocab))]),
         "timestamps": processors.timestamps(vocab // 2, EOS),
     }

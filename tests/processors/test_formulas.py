@@ -46,6 +46,14 @@ def test_penalties_of_what_was_decoded():
     np.testing.assert_allclose(change, [0, 0, 0, -0.5, 0, 0, -1.0, 0])
 
 
+def test_allowed_tokens_by_place():
+    """Places count from the end of the prompt. Behind the last one, everything is allowed."""
+    layout = processors.by_place([range(2, 5), [6]], [0, 1, 0])
+    for new, allowed in (((), [2, 3, 4]), ((2,), [6]), ((2, 6), [2, 3, 4]), ((2, 6, 3), range(VOCAB))):
+        assert np.flatnonzero(np.isfinite(after(layout, new))).tolist() == list(allowed)
+    assert processors.forced_tokens(layout) == (-1, 6, -1)
+
+
 @pytest.mark.parametrize(
     "processor",
     [
@@ -71,6 +79,8 @@ def test_settings_that_change_nothing(processor):
         (lambda: processors.bias({1: np.inf}), "the logit bias of token 1 must be a number or -inf, not inf"),
         (lambda: processors.bad_words([[1], []]), "a bad word has no tokens; leave it out"),
         (lambda: processors.bad_words([[1, -2]]), "a bad word needs token ids, not -2"),
+        (lambda: processors.by_place([[1], []], [0]), "set 1 must be one or more token ids from 0"),
+        (lambda: processors.by_place([[1]], [0, 1]), "places must be a list of numbers of the 1 sets"),
     ],
 )
 def test_bad_settings(make, sentence):

@@ -93,7 +93,7 @@ def _section(name: str) -> list[dict[str, Any]]:
 
 
 def _rules() -> list[dict[str, Any]]:
-    from specjax.catalog import OF_FILES, PARAMETERS
+    from specjax.catalog import OF_FILES, PARAMETERS, PRESETS
     from specjax.verifiers import VERIFIERS, rules_with_arrays
 
     fields = ("name", "guarantee", "draws", "summary", "paper", "distance", "setting")
@@ -101,6 +101,7 @@ def _rules() -> list[dict[str, Any]]:
     return [
         {field: getattr(rule, field) for field in fields}
         | {"options": _options(options.get(name, ())), "takes_arrays": name in with_arrays.keys() - OF_FILES}
+        | {"presets": list(PRESETS.get(name, ()))}
         for name, rule in {**VERIFIERS, **with_arrays}.items()
     ]
 
@@ -237,6 +238,8 @@ def _show_rules(rows: list[dict[str, Any]], out: Console, section: str) -> None:
     with_arrays = ", ".join(row["name"] for row in rows if row["takes_arrays"])
     out.print(f"With parameters, in this order or by name (typical:delta=0.4): {', '.join(calls)}.", style="dim")
     out.print(f"Not for --verifier, since they take arrays: {with_arrays}. See specjax.verifiers.", style="dim")
+    for preset in (preset for row in rows for preset in row["presets"]):
+        out.print(preset, style="dim", soft_wrap=True)
 
 
 def _show_forms(rows: list[dict[str, Any]], out: Console, section: str) -> None:

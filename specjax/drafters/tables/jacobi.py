@@ -16,8 +16,10 @@ Any exact rule for chains then keeps the target's distribution. Keeping the old 
 Deviations: each row shifts by its own number of accepted tokens; the released code shifts by the minimum of the batch.
 The window works from the first token to the last; theirs starts 3 tokens after the prompt and stops 10 tokens before
 the end, which a controller can do. The distributions are stored unwarped and warped before each draw. Neighbours come
-from the text, so the first column of an image copies the last column of the row above. Guidance is missing; it belongs
-to the target's forward pass.
+from the text, so the first column of an image copies the last column of the row above. Guidance belongs to the target
+(`specjax.models.guided`).
+Forced tokens: places of the answer whose token is known before (`forced`) get it with a one-hot q. A processor that
+allows no other token there (`processors.by_place`) accepts it with probability 1.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from specjax.errors import UsageError
 from specjax.numerics import sampling
 from specjax.trees.contracts import verify_widths
 from specjax.trees.operations import chain
-from specjax.types import Array, Context, Drafter, Output, Sampling, TokenTree, Traits, TreeSize, Verdict
+from specjax.types import Array, Context, Drafter, Hooks, Output, Sampling, TokenTree, Traits, TreeSize, Verdict
 
 METHOD = Method(
     name="jacobi",
@@ -61,6 +63,7 @@ class JacobiState(NamedTuple):
     logits: Array  # float32[B, W, V], not warped
     num_valid: Array  # int32[B], number of valid rows of `logits`
     likeliest: Array  # int32[B], most likely token of the last row of the pass; -1 before the first pass
+    prompt_length: Array  # int32[B]
 
 
 @functools.cache
@@ -71,6 +74,7 @@ def jacobi(
     initial: Initial = "random",
     ids: tuple[int, int] | None = None,
     stride: int = 1,
+    forced: tuple[int, ...] = (),
 ) -> Drafter:
     """Draft a chain of `window` tokens from the distributions that the last target pass computed for their positions.
 
@@ -78,6 +82,7 @@ def jacobi(
       initial: the initial tokens at the end of the window: "random", "repeat" or "sample".
       ids: (first, end), the range of token ids for random tokens; default: all.
       stride: distance of the token that "repeat" copies.
+      forced: the known token of each place of the answer, -1 where it is not known (`processors.forced_tokens`).
 
     State: JacobiState, window x V floats per row.
     Raises: UsageError for a setting out of range.
@@ -92,10 +97,13 @@ def jacobi(
     if stride < 1 or (stride > 1 and initial != "repeat"):
         raise UsageError(f'stride must be at least 1, and 1 unless initial is "repeat"; it is {stride}')
 
+    if any(not -1 <= token < vocab_size for token in forced):
+        raise UsageError(f"forced must be token ids below {vocab_size}, or -1 for a place with a choice, not {forced}")
+
     def init(params, context: Context) -> JacobiState:
         batch = context.tokens.shape[0]
         none = jnp.zeros((batch,), jnp.int32)
-        return JacobiState(jnp.zeros((batch, window, vocab_size), jnp.float32), none, none - 1)
+        return JacobiState(jnp.zeros((batch, window, vocab_size), jnp.float32), none, none - 1, context.length)
 
     def propose(params, keys: Array, state: JacobiState, context: Context, limit: Array):
         slot_keys = jax.vmap(lambda key: jax.vmap(lambda s: jax.random.fold_in(key, s))(jnp.arange(2 * window)))(keys)
@@ -106,14 +114,22 @@ def jacobi(
         drawn, distributions = _draw(draw_keys, state.logits, context.sampling)
         randoms = jax.vmap(jax.vmap(lambda key: jax.random.randint(key, (), first, end)))(slot_keys[:, window:])
         is_stored = jnp.arange(window) < state.num_valid[:, None]
+        fixed_tokens = _fixed_tokens(state, context)
+        drawn, is_stored = jnp.where(fixed_tokens < 0, drawn, fixed_tokens), is_stored | (fixed_tokens >= 0)
         tokens = _fill(drawn, is_stored, randoms, state.likeliest, context)
         nodes = jnp.concatenate([_text(context, 1), tokens], 1)
         valid = jnp.arange(window + 1) <= limit[:, None]
         if distributions is None or context.noise is not None:
             return chain(nodes, valid), state
         one_hot = jnp.where(jnp.arange(vocab_size) == tokens[:, :, None], 0.0, -jnp.inf)
-        distributions = jnp.where(is_stored[:, :, None], distributions, one_hot)
+        distributions = jnp.where((is_stored & (fixed_tokens < 0))[:, :, None], distributions, one_hot)
         return chain(nodes, valid, jnp.pad(distributions, ((0, 0), (0, 1), (0, 0)))), state
+
+    def _fixed_tokens(state: JacobiState, context: Context) -> Array:
+        """Return the known tokens int32[B, W] of the window, or -1."""
+        place = context.length[:, None] - state.prompt_length[:, None] + jnp.arange(window)
+        table = jnp.asarray((*forced, -1), jnp.int32)  # places behind the last one have a choice
+        return table[jnp.clip(place, 0, len(forced))]
 
     def _fill(drawn: Array, is_stored: Array, randoms: Array, likeliest: Array, context: Context) -> Array:
         """Return int32[B, W]: drawn tokens where a distribution is stored, then initial tokens."""
@@ -143,7 +159,12 @@ def jacobi(
             logits.astype(jnp.float32),
             last + 1 - verdict.num_nodes,
             first_largest(end_of_pass),
+            state.prompt_length,
         )
+
+    def resume(params, state: JacobiState, length: Array) -> JacobiState:
+        nothing = jnp.zeros_like(state.num_valid)
+        return state._replace(num_valid=nothing, likeliest=nothing - 1)
 
     return Drafter(
         propose=propose,
@@ -152,6 +173,7 @@ def jacobi(
         observe=observe,
         update=lambda params, state, seen, verdict: seen,
         traits=Traits(draws="chain", widths=verify_widths(range(1, window + 2))),
+        hooks=Hooks(resume=resume),
     )
 
 

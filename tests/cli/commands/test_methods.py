@@ -95,6 +95,27 @@ def test_rules_say_their_parameters(cli, monkeypatch):
     assert "since they take arrays: lantern, lantern++, grouped, grouped_static" in out
 
 
+def test_presets_of_lossy_rules(cli, refused, monkeypatch):
+    """The flags of each preset are valid, and its calls build a lossy rule."""
+
+    def stop(*arguments, **options):
+        raise specjax.UsageError("the models are loaded")
+
+    monkeypatch.setattr(specjax, "load", stop)
+    monkeypatch.setenv("COLUMNS", "300")
+    out, rows = cli("methods", "--rules").out, json.loads(cli("methods", "--rules", "--json").out)
+    presets = {row["name"]: row["presets"] for row in rows if row["presets"]}
+    assert set(presets) == {"rollback", "lantern", "lantern++", "grouped"}
+    for preset in (preset for rule in presets.values() for preset in rule):
+        assert preset in out
+        _, _, setting = preset.partition(": ")
+        if setting.startswith("--"):
+            assert "the models are loaded" in refused("generate", "x", "--draft", "draft", *setting.split()), preset
+        else:
+            call, nearest = setting.partition(", with")[0], np.zeros((3, 2), np.int32)
+            assert eval(call, {"verifiers": verifiers, "nearest_1000": nearest}).guarantee == "lossy"
+
+
 def test_rules_and_how_far_the_lossy_ones_are_from_the_target(cli, monkeypatch):
     """Every acceptance rule of the package, and none that is lossy without its distance."""
     monkeypatch.setenv("COLUMNS", "200")

@@ -13,6 +13,7 @@ from specjax import UsageError, decode, stream
 from specjax.controllers import fixed
 from specjax.drafters import autoregressive
 from specjax.drafters.tables.jacobi import JacobiState, jacobi
+from specjax.processors import by_place, forced_tokens
 from specjax.types import Context, Output, Sampling, TokenTree, Verdict
 from specjax.verifiers import block
 
@@ -60,6 +61,22 @@ def test_joint_law_of_block_verification_with_warped_distributions():
     truncated = np.array([[25, 9, 0], [0, 36, 9], [1, 0, 4]])  # squares of the two largest; of equal ones the first
     distribution = joint_distribution(truncated / truncated.sum(1, keepdims=True), 0, 3)
     assert p_value(triples(jacobi(3, window=3), verifier=block, temperature=0.5, top_k=2), distribution) > 1e-3
+
+
+LAYOUT = by_place([range(3), [2], [0, 1]], [0, 1, 2])
+
+
+def test_joint_law_with_a_forced_token():
+    """The second token is always drafted and accepted. The law is that of the processed target."""
+    drafter = jacobi(3, window=2, forced=forced_tokens(LAYOUT))
+    law = np.zeros((3, 3, 3))
+    last = TARGET_ROWS[2, :2].astype(np.float64) / TARGET_ROWS[2, :2].sum()
+    law[:, 2, :2] = TARGET_ROWS[0].astype(np.float64)[:, None] * last
+    result, free = (triples(d, processors=(LAYOUT,)) for d in (drafter, jacobi(3, window=2)))
+    assert p_value(result, law) > 1e-3 and p_value(free, law) > 1e-3
+    passes, without = (np.asarray(r.stats.target_passes).mean() for r in (result, free))
+    assert passes < without - 0.3
+    assert (np.asarray(result.stats.target_passes) <= 2).all()
 
 
 def keeps_old_tokens(window):
@@ -142,7 +159,8 @@ def pass_over(tokens, valid, accepted, logits):
 
 def test_the_window_keeps_the_laws_behind_the_committed_token():
     logits = jax.nn.one_hot(jnp.array([3, 1, 4, 2]), 5)  # of the positions behind nodes 0 ... 3
-    observe = functools.partial(jacobi(5, window=3).observe, (), None, None)
+    empty = JacobiState(jnp.zeros((1, 3, 5)), jnp.array([0]), jnp.array([-1]), jnp.array([1]))
+    observe = functools.partial(jacobi(5, window=3).observe, (), empty, None)
     for accepted, window_rows in [(0, [1, 2, 3]), (1, [2, 3]), (2, [3]), (3, [])]:
         state = observe(*pass_over([0, 1, 2, 3], 4, accepted, logits))
         assert state.num_valid.tolist() == [len(window_rows)]
@@ -162,7 +180,7 @@ def propose(drafter, state, text, temperature=1.0):
 
 def test_initial_tokens_and_their_distributions():
     logits = jnp.log(jax.nn.one_hot(jnp.array([[5, 6, 7, 8]]), 10))
-    state = lambda count, likeliest=8: JacobiState(logits, jnp.array([count]), jnp.array([likeliest]))
+    state = lambda count, likeliest=8: JacobiState(logits, jnp.array([count]), jnp.array([likeliest]), jnp.array([1]))
     make = lambda **options: jacobi(10, window=4, **options)
     tree = propose(make(initial="repeat"), state(2), [1, 2, 3])
     assert tree.tokens[0].tolist() == [3, 5, 6, 6, 6]
@@ -187,6 +205,7 @@ def test_usage_errors():
         ({"initial": "zero"}, "initial must be"),
         ({"ids": (5, 5)}, "ids must be a range within 0 to 5"),
         ({"stride": 2}, "stride must be"),
+        ({"forced": (0, 5)}, "forced must be token ids below 5"),
     ]:
         with pytest.raises(UsageError, match=message):
             jacobi(5, **options)

@@ -1,0 +1,1 @@
+"""Autoregressive models of images, whose tokens are codes of a grid."""

@@ -1,0 +1,128 @@
+"""LlamaGen beside a model in PyTorch that is written here, because transformers has none."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import UsageError, decode
+from specjax.drafters import autoregressive, jacobi
+from specjax.models import guided, read_llamagen, unconditional
+
+torch = pytest.importorskip("torch")
+
+CODES, CLASSES, WIDTH, LAYERS, HEADS, KV_HEADS, HIDDEN, GRID = 29, 5, 32, 2, 2, 2, 48, 3
+NONE = CODES + CLASSES
+SCALE = 2.5
+
+
+@functools.cache
+def tensors():
+    """Return random weights under the names of the released files."""
+    torch.manual_seed(0)
+    size = WIDTH // HEADS
+    shapes = {
+        "tok_embeddings": (CODES, WIDTH), "cls_embedding.embedding_table": (CLASSES + 1, WIDTH), "norm": (WIDTH,),
+        "output": (CODES, WIDTH),
+    }  # fmt: skip
+    for n in range(LAYERS):
+        shapes |= {
+            f"layers.{n}.attention.wqkv": ((HEADS + 2 * KV_HEADS) * size, WIDTH),
+            f"layers.{n}.attention.wo": (WIDTH, WIDTH), f"layers.{n}.feed_forward.w1": (HIDDEN, WIDTH),
+            f"layers.{n}.feed_forward.w3": (HIDDEN, WIDTH), f"layers.{n}.feed_forward.w2": (WIDTH, HIDDEN),
+            f"layers.{n}.attention_norm": (WIDTH,), f"layers.{n}.ffn_norm": (WIDTH,),
+        }  # fmt: skip
+    random = {f"{name}.weight": torch.randn(shape) * 0.3 for name, shape in shapes.items()}
+    return {name: x + 1 if x.ndim == 1 else x for name, x in random.items()}
+
+
+@functools.cache
+def target():
+    return read_llamagen(tensors(), HEADS, grid=GRID)
+
+
+def table(zero_condition=True):
+    """Return cosines and sines [places, h / 2] of the condition and then the grid."""
+    size = WIDTH // HEADS
+    rates = 1 / 10000 ** (torch.arange(0, size // 2, 2)[: size // 4] / (size // 2))
+    place = torch.arange(GRID * GRID)
+    angles = torch.cat([torch.outer(place // GRID, rates), torch.outer(place % GRID, rates)], 1)
+    first = (torch.zeros if zero_condition else torch.ones)(1, size // 2)
+    return torch.cat([first, angles.cos()]), torch.cat([torch.zeros(1, size // 2), angles.sin()])
+
+
+def turned(x, cos, sin):
+    """Rotate neighbouring pairs of x [T, H, h]."""
+    a, b = x[..., 0::2], x[..., 1::2]
+    cos, sin = cos[: len(x), None], sin[: len(x), None]
+    return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+
+
+def normed(x, weight):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def their_logits(number, codes, **options):
+    """Return the logits [1 + codes, CODES] of the tokens after a class and codes."""
+    w = {name.removesuffix(".weight"): x for name, x in tensors().items()}
+    x = torch.cat([w["cls_embedding.embedding_table"][[number]], w["tok_embeddings"][list(codes)]])
+    cos, sin = table(**options)
+    count, size = len(x), WIDTH // HEADS
+    for n in range(LAYERS):
+        part = lambda name, n=n: w[f"layers.{n}.{name}"]
+        y = normed(x, part("attention_norm")) @ part("attention.wqkv").T
+        q, k, v = y.reshape(count, 3, HEADS, size).unbind(1)
+        q, k = turned(q, cos, sin), turned(k, cos, sin)
+        scores = torch.einsum("thd,shd->hts", q, k) / size**0.5
+        scores = scores.masked_fill(~torch.ones(count, count).tril().bool(), -torch.inf)
+        x = x + torch.einsum("hts,shd->thd", scores.softmax(-1), v).reshape(count, -1) @ part("attention.wo").T
+        y = normed(x, part("ffn_norm"))
+        gate = torch.nn.functional.silu(y @ part("feed_forward.w1").T)
+        x = x + (gate * (y @ part("feed_forward.w3").T)) @ part("feed_forward.w2").T
+    return (normed(x, w["norm"]) @ w["output"].T).numpy()
+
+
+@functools.cache
+def their_image(number, scale):
+    """Return the greedy codes of an image of a class under guidance."""
+    codes = []
+    for _ in range(GRID * GRID):
+        c, u = (their_logits(label, codes)[-1] for label in (number, CLASSES))
+        codes.append(int((u + scale * (c - u)).argmax()))
+    return codes
+
+
+def test_logits_are_those_of_the_oracle():
+    """The condition has no angle: with an identity rotation the oracle has other logits."""
+    text = [CODES + 3, *np.random.default_rng(0).integers(0, CODES, GRID * GRID - 1).tolist()]
+    model, size = target().model, len(text)
+    path = jnp.arange(size)[None]
+    logits = jax.jit(model.forward)(
+        target().params, jnp.asarray([text]), model.init_cache(target().params, None, 1, 128), positions=path,
+        mask=jnp.tril(jnp.ones((1, size, size), bool)),
+    )[0].logits[0]  # fmt: skip
+    np.testing.assert_allclose(logits[:, :CODES], their_logits(3, text[1:]), atol=2e-4)
+    assert np.isneginf(logits[:, CODES:]).all()
+    assert not np.allclose(logits[:, :CODES], their_logits(3, text[1:], zero_condition=False), atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "drafter", [autoregressive(), jacobi(NONE + 1, window=4, ids=(0, CODES))], ids=["plain", "SJD"]
+)
+def test_guided_images_are_those_of_the_oracle(drafter):
+    """Two images of different classes in one batch, in both orders of the steps."""
+    result = decode(
+        guided(target(), SCALE), drafter, [[CODES + 1], [CODES + 4]], key=0, max_new_tokens=GRID * GRID,
+        inputs=unconditional([[NONE]] * 2),
+    )  # fmt: skip
+    assert result.to_lists() == [their_image(1, SCALE), their_image(4, SCALE)]
+    assert target().model.config.unconditional_class == NONE
+
+
+def test_other_checkpoints_are_refused():
+    with pytest.raises(UsageError, match=r"output\.weight is not in the checkpoint; give the tensors"):
+        read_llamagen({name: x for name, x in tensors().items() if name != "output.weight"}, HEADS)
+    with pytest.raises(UsageError, match="num_heads must divide the width 32"):
+        read_llamagen(tensors(), 3)
