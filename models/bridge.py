@@ -316,6 +316,7 @@ def _seq2seq_fields(config: Seq2SeqConfig, module_of: Callable[[PyTree], Any]) -
         **kv_cache_functions(),
         "rewind": seq2seq_memory.rewind,
         "axes": seq2seq_memory.axes,
+        "source": None if isinstance(config, WhisperConfig) else lambda cache: cache.source.text,
         "capabilities": Capabilities(config.num_layers, taps=True, mixtures=True, streams=True, inputs=True),
     }
 

@@ -213,6 +213,8 @@ class Model(NamedTuple):
     the input of each layer. None: the cache is not one of keys and values, or it is spread over a mesh.
 
     `pass_params(params) -> params` returns the parameters that `forward` reads, for costs. None: all of them.
+
+    `source(cache) -> Source` returns the texts that an encoder has read. None: the model has no encoder of texts.
     """
 
     init_cache: Callable[..., PyTree]
@@ -234,6 +236,7 @@ class Model(NamedTuple):
     best: Callable[[PyTree, Array, int], Best] | None = None
     queries: Callable[[PyTree, tuple[Array, ...], Array], tuple[Array, ...]] | None = None
     pass_params: Callable[[PyTree], PyTree] | None = None
+    source: Callable[[PyTree], Source] | None = None
     capabilities: Capabilities = Capabilities()
     config: Any = None  # configuration from which `specjax.models` built the model
     base_config: Any = None  # that of the model whose layers a variant without a configuration runs
@@ -293,6 +296,13 @@ class Sampling(NamedTuple):
     min_p: Array | None = None
 
 
+class Source(NamedTuple):
+    """Texts that an encoder reads, such as those to translate or to correct."""
+
+    tokens: Array  # int32[B, S], then unspecified values
+    length: Array  # int32[B]
+
+
 class Context(NamedTuple):
     """All inputs of a drafter except its state: the committed text, the target and the sampling options."""
 
@@ -303,6 +313,7 @@ class Context(NamedTuple):
     cache: PyTree = None  # cache of the target, with the first length - 1 tokens; None in `init`
     target: Target | None = None  # for drafters that use its layers or its output head
     inputs: PyTree = None  # inputs that condition the text (`Model.init_cache`); set in `init` only
+    source: Source | None = None  # what the encoder of the target has read, to copy from; not set in `init`
     remaining: Array | None = None  # int32[B], tokens still to generate, if finished rows are not replaced; else None
     # () if the controller limits no draft, so that a loop over its depth may have a fixed length; None: it may. Neither
     # has leaves, so the choice is static.

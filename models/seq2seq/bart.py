@@ -110,7 +110,7 @@ class BartModel(EncoderDecoder):
 
     def encode(self, source: Any) -> SourceMemory:
         """Encode a `Source`."""
-        return self._encode(self.embed_tokens(source.tokens), source.length)
+        return self._encode(self.embed_tokens(source.tokens), source.length)._replace(text=source)
 
     def _encode(self, x: Array, length: Array) -> SourceMemory:
         """Run the layers of the encoder on a source [B, S, D] without positions."""

@@ -13,17 +13,10 @@ from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models.seq2seq.config import BartConfig, Seq2SeqConfig, WhisperConfig
 from specjax.numerics.validation import check_integer
-from specjax.types import Array, PyTree
+from specjax.types import Array, PyTree, Source
 
 UNIT = 32
 """Lengths of padded sources are multiples of it, so that sources of similar lengths share a program."""
-
-
-class Source(NamedTuple):
-    """The input of a text-to-text encoder."""
-
-    tokens: Array  # int32[B, S], then unspecified values
-    length: Array  # int32[B]
 
 
 def sources(texts: Sequence[Sequence[int]], length: int | None = None) -> Source:
@@ -101,6 +94,7 @@ class SourceMemory(NamedTuple):
     k: tuple[Array, ...]  # [B, H, S, h] of each layer of the decoder
     v: tuple[Array, ...]
     length: Array  # int32[B]
+    text: Source | None = None  # what the encoder has read; None: it was no text
 
 
 class Seq2SeqCache(NamedTuple):

@@ -13,7 +13,7 @@ from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.decoder import LanguageModel
 from specjax.models.seq2seq.memory import Seq2SeqCache, SourceMemory
-from specjax.types import Array, Mixture, Output, PyTree, Stream
+from specjax.types import Array, Mixture, Output, PyTree, Source, Stream
 
 
 class EncoderDecoder(LanguageModel):
@@ -36,10 +36,10 @@ class EncoderDecoder(LanguageModel):
         """Return the input [B, T, D] of the first layer for tokens at positions int32[B, T]."""
         return self.embed_tokens(tokens)
 
-    def memory_of(self, x: Array, length: Array) -> SourceMemory:
-        """Return the keys and values of an encoded source [B, S, D] with `length` int32[B] entries."""
+    def memory_of(self, x: Array, length: Array, text: Source | None = None) -> SourceMemory:
+        """Return the keys and values of an encoded source [B, S, D] with `length` int32[B] entries, and its text."""
         keys, values = zip(*(block.source.keys_and_values(x) for block in self.layers), strict=True)
-        return SourceMemory(keys, values, length)
+        return SourceMemory(keys, values, length, text)
 
     def __call__(
         self, tokens: Array | Mixture | Stream, cache: Seq2SeqCache, *, positions: Array, mask: Array,

@@ -12,10 +12,10 @@ from specjax.models import layers as L
 from specjax.models.decoder import make_attention
 from specjax.models.seq2seq.config import T5Config
 from specjax.models.seq2seq.distance_bias import between, by_distance
-from specjax.models.seq2seq.memory import Source, SourceMemory
+from specjax.models.seq2seq.memory import SourceMemory
 from specjax.models.seq2seq.model import EncoderDecoder
 from specjax.models.seq2seq.sublayers import PlainMLP, SourceAttention, activation
-from specjax.types import Array, Best
+from specjax.types import Array, Best, Source
 
 
 def make_norm(c: T5Config) -> L.RMSNorm:
@@ -84,7 +84,7 @@ class T5Model(EncoderDecoder):
         biases = [between(table["table"][...], self.config.buckets, x.shape[1]) for table in self.encoder_bias]
         for i, block in enumerate(self.encoder):
             x = block(x, source.length, biases[i % len(biases)])
-        return self.memory_of(self.encoder_norm(x), source.length)
+        return self.memory_of(self.encoder_norm(x), source.length, source)
 
     def settings(self) -> Sequence[L.AttentionSettings]:
         biases = [by_distance(table["table"][...], self.config.buckets) for table in self.bias]

@@ -196,9 +196,10 @@ def step(parts: Parts, state: DecodeState) -> tuple[DecodeState, Info]:
     drafter, controller = parts.drafter, parts.controller
     noise = state.keys if parts.coupled else None
     remaining = None if parts.serving else state.stop - state.length
+    read_source = parts.target.model.source
     context = Context(
         state.tokens, state.length, parts.sampling, noise, state.cache, parts.target, remaining=remaining,
-        unlimited=() if controller is fixed() else None,
+        unlimited=() if controller is fixed() else None, source=read_source and read_source(state.cache),
     )  # fmt: skip
     tree, draft, violations, limit = _draft(parts, state, context)
     observe = functools.partial(drafter.observe, drafter.params, draft, context)

@@ -23,6 +23,21 @@ def copyable_tokens(context: Context) -> Array:
     return jnp.where(context.tokens == placeholder, NO_TOKEN - jnp.arange(context.tokens.shape[1]), context.tokens)
 
 
+def copyable_text(context: Context) -> tuple[Array, Array]:
+    """Return the tokens int32[B, S + L] that drafters may copy, and their number int32[B].
+
+    They are the text, and before it what the encoder of the target has read, if there is one. Sources end where the
+    texts begin, and negative numbers fill the places before short ones.
+    """
+    tokens, length, source = copyable_tokens(context), context.length, context.source
+    if source is None:
+        return tokens, length
+    size = source.tokens.shape[1]
+    place = jnp.arange(size) - size + source.length[:, None]
+    before = jnp.where(place >= 0, take_along(source.tokens, jnp.maximum(place, 0), 1), NO_TOKEN)
+    return jnp.concatenate([before, tokens], 1), length + size
+
+
 def last_tokens(tokens: Array, length: Array, count: int) -> Array:
     """Return int32[B, count]: the last tokens of the texts, in reverse order; -1 where a text is shorter."""
     place = length[:, None] - 1 - jnp.arange(count)

@@ -55,6 +55,7 @@ from specjax.errors import UsageError
 from specjax.models.heads.contract import DraftHead
 from specjax.retrieval import rollouts
 from specjax.retrieval.rollouts import Rollouts, RolloutSources
+from specjax.retrieval.suffixes import copyable_tokens
 from specjax.trees import node_statistics, operations
 from specjax.trees.node_statistics import Counts, Drafted, NodeStatistics
 from specjax.types import Array, Context, Drafter, Hooks, PyTree, Target, TokenTree, Traits, TreeSize
@@ -303,7 +304,7 @@ def _axes(config: Config, state: State) -> State:
 
 def _propose(config: Config, params, keys, state: State, context: Context, limit: Array) -> tuple[TokenTree, State]:
     passes = config.passes(len(limit), context.target).with_sharing(state.sharing)
-    context = context._replace(cache=None, target=None)  # otherwise the branches would get them as arguments
+    context = _for_branches(context)
     history = _history(config, params)
 
     def draft_tree(
@@ -334,7 +335,7 @@ def _propose_with_head(
     """
     head, history = config.head, _history(config, params)
     assert head is not None and isinstance(state.head, HeadState)
-    bare_context, record = context._replace(cache=None, target=None), state.record
+    bare_context, record = _for_branches(context), state.record
     passes = config.passes(len(limit), context.target).with_sharing(state.sharing)
     if passes.is_plain:
         return _empty_draft(config, bare_context, limit).tree, state
@@ -370,6 +371,11 @@ def _propose_with_head(
     paid = config.draft_cost + jnp.where(runs_head, cost, 0.0)
     record = jax.tree.map(pick, _record_pause(record), _record_draft(config, record, net, past, paid))
     return draft.tree, state._replace(record=record, head=HeadState(read, schedule))
+
+
+def _for_branches(context: Context) -> Context:
+    """Return the context without the target, which branches would get as arguments, and without its placeholders."""
+    return context._replace(cache=None, target=None, tokens=copyable_tokens(context))
 
 
 def _cost(config: Config, context: Context, params: Params) -> float:

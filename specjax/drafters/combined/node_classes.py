@@ -14,7 +14,7 @@ from specjax.drafters.combined import noisy_ranks
 from specjax.drafters.lookup.suffix import find
 from specjax.drafters.tables.token_recycling import RANKS, SuccessorLookup, recycled_tree
 from specjax.retrieval.rollouts import likeliest_copy
-from specjax.retrieval.suffixes import copied_chain, copyable_tokens
+from specjax.retrieval.suffixes import copied_chain, copyable_text
 from specjax.trees.growing import GrownTree
 from specjax.trees.node_statistics import Drafted, DraftShape
 from specjax.trees.operations import chain
@@ -58,9 +58,9 @@ def without_head(
     count, root = shape.copied, context.root
     depth_class = class_of(shape.depth[1 : 1 + count], DEPTHS)
     if texts is None:
-        tokens = copyable_tokens(context)
-        start, match_lengths = find(tokens, context.length, count, MATCHES[-1], "latest")
-        copy = copied_chain(root, tokens, context.length, start, count, limit)
+        text = copyable_text(context)
+        start, match_lengths = find(*text, count, MATCHES[-1], "latest")
+        copy = copied_chain(root, *text, start, count, limit)
         copied_class = class_of(match_lengths[:, None], MATCHES) * len(DEPTHS) + depth_class
     else:
         noise = None if context.noise is None else functools.partial(noisy_ranks.noise_at, context, np.arange(count))

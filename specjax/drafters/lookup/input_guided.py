@@ -14,8 +14,8 @@ Deviations: a draft has at most `num_tokens` tokens; the authors copy all remain
 target's own token after a draft is the next token of the source. The draft has no eos at the end of the source, because
 the target adds that token itself in the same pass. The search starts with the token at which the target departed, as
 in the paper; the released code decodes one more token before it. Any text can be the source, such as a predicted
-output. The default source is the row's own prompt. The output rarely starts like the prompt, so decoding then starts
-with a search.
+output. The default source is what the target's encoder has read, with its eos. Without an encoder it is the row's own
+prompt. The output rarely starts like the prompt, so decoding then starts with a search.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ METHOD = Method(
     name="input_guided",
     kind="drafter",
     guarantee="distribution",
-    summary="drafts from the text to edit, or the prompt, at the position that the output has reached",
+    summary="drafts from the text to edit, the encoder's source or the prompt, at the position that the output has reached",
     paper="Ge et al. 2022, arXiv 2205.10350",
     takes=frozenset({"source"}),
     options=(
@@ -65,7 +65,7 @@ def input_guided(source: Source | None = None, num_tokens: int = 32, *, max_ngra
 
     Args:
       source: one text per row, without an eos at its end: a list of token lists, or (tokens int32[B, Ns], lengths
-        int32[B]) padded on the right. Default: the prompts. Another source of the same shape compiles no new program.
+        int32[B]) padded on the right. Default: the sources of the target's encoder, or the prompts. Another source of the same shape compiles no new program.
       max_ngram: maximum length of the output's end that is searched for in the source.
 
     Raises: UsageError for a setting below 1, an empty source, or a length beyond the array. Decoding raises one if the
@@ -85,12 +85,13 @@ def _functions(num_tokens: int, max_ngram: int) -> Drafter:
         rows = context.tokens.shape[0]
         if params and params[0].shape[0] != rows:
             raise UsageError(f"source has {params[0].shape[0]} rows for {rows} prompts; give one source per prompt")
-        start = jnp.full((rows,), 0 if params else -1, jnp.int32)
+        has_encoder = context.target is not None and context.target.model.source is not None
+        start = jnp.full((rows,), 0 if params or has_encoder else -1, jnp.int32)
         return State(start, context.length, context.length)
 
     def propose(params, keys, state: State, context: Context, limit):
         tokens, length = copyable_tokens(context), context.length
-        source, size = params or (tokens, state.prompt)
+        source, size = params or context.source or (tokens, state.prompt)
         root = context.root
         position = _follow(state, source, size, root, length)
         ending = last_tokens(tokens, length, max_ngram)

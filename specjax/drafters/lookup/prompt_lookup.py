@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from specjax.catalog import Method, Option, TypicalAcceptance, shared
 from specjax.errors import UsageError
-from specjax.retrieval.suffixes import copied_chain, copyable_tokens, last_tokens, match_length
+from specjax.retrieval.suffixes import copied_chain, copyable_text, last_tokens, match_length
 from specjax.types import Drafter, Traits, TreeSize
 
 METHOD = Method(
@@ -54,6 +54,8 @@ def prompt_lookup(
 ) -> Drafter:
     """Draft a chain of up to `num_tokens` copied tokens; it is empty if no n-gram of `min_ngram` or more tokens recurs.
 
+    The text begins with the source of the target's encoder, if there is one.
+
     Raises: UsageError if num_tokens < 1 or not 1 <= min_ngram <= max_ngram.
     """
     if num_tokens < 1:
@@ -63,7 +65,7 @@ def prompt_lookup(
     find = _find_reference if mode == "reference" else _find_latest
 
     def propose(params, keys, state, context, limit):
-        tokens, length = copyable_tokens(context), context.length
+        tokens, length = copyable_text(context)
         matched = match_length(tokens, length - 1, last_tokens(tokens, length, max_ngram))
         start = find(matched, length, num_tokens, min_ngram, max_ngram)  # [B], -1: no match
         return copied_chain(context.root, tokens, length, start, num_tokens, limit), state

@@ -29,7 +29,7 @@ from specjax.drafters.making import make_inner_drafter
 from specjax.errors import UsageError
 from specjax.retrieval.datastore import Datastore
 from specjax.retrieval.datastore.index import Index, continuations, search
-from specjax.retrieval.suffixes import copied_chain, copyable_tokens, last_tokens, match_length
+from specjax.retrieval.suffixes import copied_chain, copyable_text, last_tokens, match_length
 from specjax.trees.autoregressive import autoregressive
 from specjax.trees.operations import chain, pad_nodes
 from specjax.types import Array, Context, Drafter, PyTree, Target, TokenTree, TreeSize
@@ -130,9 +130,9 @@ def _functions(
     nodes, deepest = max(num_tokens + 1, fallback.num_nodes), max(num_tokens, fallback.max_depth)
 
     def propose(params: Params, keys, state, context: Context, limit: Array):
-        tokens, root = copyable_tokens(context), context.root
-        start, matched = find(tokens, context.length, num_tokens, max_match, occurrence)
-        copied = copied_chain(root, tokens, context.length, start, num_tokens, limit)
+        text, root = copyable_text(context), context.root
+        start, matched = find(*text, num_tokens, max_match, occurrence)
+        copied = copied_chain(root, *text, start, num_tokens, limit)
         if params.corpus is not None:
             retrieved, corpus_length = in_corpus(params.corpus, context, root, limit)
             copied = _pick(corpus_length - bias > matched, retrieved, copied)
