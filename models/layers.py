@@ -95,6 +95,20 @@ def divide_by_rms(y: Array, eps: float) -> Array:
     return y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)
 
 
+class LayerNorm(nnx.Module):
+    """Norm of the deviations from the mean: (x - mean) / std * weight + bias, computed in float32."""
+
+    def __init__(self, width: int, eps: float, *, dtype):
+        self.weight = nnx.Param(jnp.ones((width,), dtype))
+        self.bias = nnx.Param(jnp.zeros((width,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Array) -> Array:
+        y = x.astype(jnp.float32)
+        y = divide_by_rms(y - jnp.mean(y, -1, keepdims=True), self.eps)
+        return (y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+
+
 class GatedMLP(nnx.Module):
     """Gated feed-forward block: down(act(gate(x)) * up(x)).
 

@@ -26,8 +26,9 @@ from specjax.models.loading.device_memory import check_room
 from specjax.models.loading.families import denoisers
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.denoisers import DenoiserSettings
+from specjax.models.loading.families.seq2seq import t5_onnx
 from specjax.models.loading.families.unread_fields import warn_of_unread
-from specjax.models.loading.formats import ctranslate2, gguf, hf, hub_tables, llama2c, onnx_t5
+from specjax.models.loading.formats import ctranslate2, gguf, hf, hub_tables, llama2c
 from specjax.models.loading.reward_models import RewardHead, as_language_model, is_head_tensor, read_reward_head
 from specjax.models.loading.tensors.assembly import Checkpoint, assemble, check_tensors
 from specjax.models.loading.tensors.file_formats import with_file_formats
@@ -151,7 +152,7 @@ def read_model(
     storage |= {} if joined is None else {"joined": tuple(JOINED) if joined else ()}
     path = resolve(source)
     with guarded_read(path):
-        fields = hf.read_config(path) if path.is_dir() and not onnx_t5.is_folder(path) else None
+        fields = hf.read_config(path) if path.is_dir() and not t5_onnx.is_folder(path) else None
         if kind == "reward" and fields is None:
             raise UsageError(
                 f"{path} is not the folder of a reward model; for other models give the file of a head too"
@@ -275,8 +276,8 @@ def _read(
 ) -> tuple[Checkpoint, Tokenizer]:
     if path.is_dir():
         check_folder(path)
-        if onnx_t5.is_folder(path):
-            return onnx_t5.read(path, **options), hf_tokenizer.from_folder(path)
+        if t5_onnx.is_folder(path):
+            return t5_onnx.read(path, **options), hf_tokenizer.from_folder(path)
         if fields is not None and ctranslate2.is_folder(path):
             return ctranslate2.read(path, fields, **options), hf_tokenizer.from_folder(path)
         parts = {} if without is None else {"without": without}

@@ -14,13 +14,13 @@ from specjax.models.decoder import make_attention
 from specjax.models.seq2seq.config import BartConfig, WhisperConfig
 from specjax.models.seq2seq.memory import SourceMemory
 from specjax.models.seq2seq.model import EncoderDecoder
-from specjax.models.seq2seq.sublayers import LayerNorm, PlainMLP, SourceAttention
+from specjax.models.seq2seq.sublayers import PlainMLP, SourceAttention
 from specjax.types import Array, Best, Mixture, Stream
 
 
-def make_layer_norm(c: BartConfig) -> LayerNorm:
+def make_layer_norm(c: BartConfig) -> L.LayerNorm:
     """Create a norm."""
-    return LayerNorm(c.width, c.norm_eps, dtype=c.dtype)
+    return L.LayerNorm(c.width, c.norm_eps, dtype=c.dtype)
 
 
 class Unchanged(nnx.Module):

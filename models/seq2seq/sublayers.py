@@ -38,21 +38,6 @@ class PlainMLP(nnx.Module):
         return self.down(self.act(self.up(x)))
 
 
-class LayerNorm(nnx.Module):
-    """Norm of the deviations from the mean: (x - mean) / std * weight + bias, computed in float32."""
-
-    def __init__(self, width: int, eps: float, *, dtype):
-        self.weight = nnx.Param(jnp.ones((width,), dtype))
-        self.bias = nnx.Param(jnp.zeros((width,), dtype))
-        self.eps = eps
-
-    def __call__(self, x):
-        y = x.astype(jnp.float32)
-        y = y - jnp.mean(y, -1, keepdims=True)
-        y = L.divide_by_rms(y, self.eps)
-        return (y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
-
-
 class SourceAttention(nnx.Module):
     """Attention over the tokens of a source, which all queries see."""
 

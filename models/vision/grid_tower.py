@@ -13,7 +13,7 @@ from specjax.models import layers as L
 from specjax.models.rotary import Rotation, rope_frequencies
 from specjax.models.vision.config import TowerSizes, VisionLanguageConfig
 from specjax.models.vision.grids import patch_places
-from specjax.models.vision.tower import CenteredNorm, TowerBlock
+from specjax.models.vision.tower import TowerBlock
 from specjax.types import Array
 
 ROPE_BASE = 10_000.0
@@ -66,7 +66,7 @@ class MergeConnector(nnx.Module):
 
     def __init__(self, c: VisionLanguageConfig, *, rngs: nnx.Rngs):
         self.joined_width = c.tower.width * c.tower.merge**2
-        self.norm = CenteredNorm(c.tower.width, c.tower.norm_eps, dtype=c.dtype)
+        self.norm = L.LayerNorm(c.tower.width, c.tower.norm_eps, dtype=c.dtype)
         self.up = L.Linear(self.joined_width, self.joined_width, bias=True, dtype=c.dtype, rngs=rngs)
         self.down = L.Linear(self.joined_width, c.width, bias=True, dtype=c.dtype, rngs=rngs)
 

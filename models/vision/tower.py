@@ -23,20 +23,6 @@ def activation_of(name: Activation):
     return functools.partial(jax.nn.gelu, approximate=name == "gelu_tanh")
 
 
-class CenteredNorm(nnx.Module):
-    """Norm of the deviations from the mean: (x - mean) / std * weight + bias, computed in float32."""
-
-    def __init__(self, width: int, eps: float, *, dtype):
-        self.weight = nnx.Param(jnp.ones((width,), dtype))
-        self.bias = nnx.Param(jnp.zeros((width,), dtype))
-        self.eps = eps
-
-    def __call__(self, x: Array) -> Array:
-        y = x.astype(jnp.float32)
-        y = L.divide_by_rms(y - jnp.mean(y, -1, keepdims=True), self.eps)
-        return (y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
-
-
 class PatchEmbedding(nnx.Module):
     """A linear map of the pixels of each patch."""
 
@@ -60,7 +46,7 @@ class TowerBlock(nnx.Module):
 
     def __init__(self, c: TowerSizes, *, dtype, rngs: nnx.Rngs):
         linear = functools.partial(L.Linear, bias=True, dtype=dtype, rngs=rngs)
-        self.attention_norm, self.mlp_norm = (CenteredNorm(c.width, c.norm_eps, dtype=dtype) for _ in range(2))
+        self.attention_norm, self.mlp_norm = (L.LayerNorm(c.width, c.norm_eps, dtype=dtype) for _ in range(2))
         self.q, self.k, self.v, self.o = (linear(c.width, c.width) for _ in range(4))
         self.up, self.down = linear(c.width, c.mlp_width), linear(c.mlp_width, c.width)
         self.num_heads, self.act = c.num_heads, activation_of(c.activation)
@@ -88,7 +74,7 @@ class ImageTower(nnx.Module):
 
     def __init__(self, c: TowerSizes, *, dtype, rngs: nnx.Rngs):
         self.sizes = c
-        norm = lambda exists: CenteredNorm(c.width, c.norm_eps, dtype=dtype) if exists else None
+        norm = lambda exists: L.LayerNorm(c.width, c.norm_eps, dtype=dtype) if exists else None
         vectors = lambda *shape: nnx.Param(jax.random.normal(rngs.params(), (*shape, c.width), dtype) * c.width**-0.5)
         self.patch = PatchEmbedding(c, dtype=dtype, rngs=rngs)
         self.positions = nnx.Dict(table=vectors(c.side**2 + c.class_vector))

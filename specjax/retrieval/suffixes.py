@@ -34,8 +34,8 @@ def copyable_text(context: Context) -> tuple[Array, Array]:
         return tokens, length
     size = source.tokens.shape[1]
     place = jnp.arange(size) - size + source.length[:, None]
-    before = jnp.where(place >= 0, take_along(source.tokens, jnp.maximum(place, 0), 1), NO_TOKEN)
-    return jnp.concatenate([before, tokens], 1), length + size
+    source_tokens = jnp.where(place >= 0, take_along(source.tokens, jnp.maximum(place, 0), 1), NO_TOKEN)
+    return jnp.concatenate([source_tokens, tokens], 1), length + size
 
 
 def last_tokens(tokens: Array, length: Array, count: int) -> Array:

@@ -38,7 +38,7 @@ METHOD = Method(
     name="input_guided",
     kind="drafter",
     guarantee="distribution",
-    summary="drafts from the text to edit, the encoder's source or the prompt, at the position that the output has reached",
+    summary="drafts from the text to edit (or the source, or the prompt) at the position that the output has reached",
     paper="Ge et al. 2022, arXiv 2205.10350",
     takes=frozenset({"source"}),
     options=(
@@ -65,7 +65,8 @@ def input_guided(source: Source | None = None, num_tokens: int = 32, *, max_ngra
 
     Args:
       source: one text per row, without an eos at its end: a list of token lists, or (tokens int32[B, Ns], lengths
-        int32[B]) padded on the right. Default: the sources of the target's encoder, or the prompts. Another source of the same shape compiles no new program.
+        int32[B]) padded on the right. Default: the sources of the target's encoder, or the prompts. Another source of
+        the same shape compiles no new program.
       max_ngram: maximum length of the output's end that is searched for in the source.
 
     Raises: UsageError for a setting below 1, an empty source, or a length beyond the array. Decoding raises one if the
