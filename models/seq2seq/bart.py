@@ -43,7 +43,7 @@ class Positions(nnx.Module):
         return jnp.take(self.table[...], positions + self.offset, axis=0, mode="clip")
 
 
-def add_sublayer(c: BartConfig, x: Array, norm: LayerNorm, sublayer: Callable[[Array], Array]) -> Array:
+def add_sublayer(c: BartConfig, x: Array, norm: L.LayerNorm, sublayer: Callable[[Array], Array]) -> Array:
     """Return the stream after a sublayer, with its norm before it or after the sum."""
     return norm(x + sublayer(x)) if c.norms_after else x + sublayer(norm(x))
 
