@@ -31,6 +31,7 @@ PAGE = (pathlib.Path(__file__).parents[2] / "docs/methods.md").read_text()
 IN_PYTHON = {
     "auto": {"dtype", "platform"},  # the command line reads them from the target and the devices
     "choice": {"dtype", "platform", "bandit"},
+    "jacobi": {"forced"},
     "nar_block": {"params"},
     "ppd": {"platform"},
     "triforce": {"inner"},  # the command line builds it from the draft model
