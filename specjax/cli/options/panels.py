@@ -12,8 +12,8 @@ PANELS: Mapping[str, str] = MappingProxyType(
         "--texts --prompts --limit --offset --answers --language --task --timestamps",
         "Models": "--target --draft --datastore --dtype --cache-dtype --max-positions --block --mask-token "
         "--same-bits --quantize --keep-quantized --draft-quantize --adapt",
-        "Drafting": "--method --num-draft-tokens --tree --draft-stop --exit-layer --set --head-set --source --controller "
-        "--costs --recipe --on-policy --layers",
+        "Drafting": "--method --num-draft-tokens --tree --draft-stop --exit-layer --set --head-set --source "
+        "--controller --costs --recipe --on-policy --layers",
         "Sampling": "--temperature --top-k --top-p --min-p --seed --sampling --verifier",
         "Penalties and constraints": "--repetition-penalty --presence-penalty --frequency-penalty --logit-bias --ban "
         "--bad-word --regex --json-schema",
