@@ -39,7 +39,11 @@ class SpeechOptions:
 
     language: Annotated[
         str | None,
-        typer.Option("--language", help="Language of the speech, such as de. Default: detected.", show_default=False),
+        typer.Option(
+            "--language",
+            help="Language of the speech, such as de or german. Default: that of the model's files, or detected.",
+            show_default=False,
+        ),
     ] = None
     task: Annotated[
         str | None,

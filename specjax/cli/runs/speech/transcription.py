@@ -25,7 +25,7 @@ from specjax.engine.prepare import Settings
 from specjax.models.seq2seq.memory import Spectrogram
 from specjax.speech import SpeechSegment, SpeechSettings, Transcript
 from specjax.speech.audio import RATE
-from specjax.speech.windows import window_at
+from specjax.speech.windows import limit_length, window_at
 from specjax.types import Drafter
 
 
@@ -72,8 +72,7 @@ class Transcription:
     def task(self, drafter: Drafter, settings: Settings, number: int, inputs: Spectrogram) -> measure.DecodeTask:
         """Return a window with its key and settings."""
         keys = measure.row_keys(self.decoding.seed, [number])
-        room = self.session.target.model.max_positions - len(self.prompt)
-        length = min(self.decoding.max_new_tokens, room)
+        length = limit_length(self.session.target, self.prompt, self.decoding.max_new_tokens)
         return measure.DecodeTask(self.session.target, drafter, [self.prompt], keys, settings, length, inputs)
 
     def compile(self, drafter: Drafter, settings: Settings) -> float:
