@@ -74,6 +74,11 @@ def _extractor(bins: int) -> Any:
     return WhisperFeatureExtractor(feature_size=bins)
 
 
+def count_frames(audio: np.ndarray) -> int:
+    """Return the number of frames that samples at 16 kHz fill, the last one perhaps in part."""
+    return -(-len(audio) // HOP)
+
+
 def log_mel(config: WhisperConfig, audio: np.ndarray) -> np.ndarray:
     """Return the log-mel spectrogram float32[bins, frames] of samples at 16 kHz.
 

@@ -18,7 +18,7 @@ from specjax.models import spectrograms
 from specjax.models.loading import Tokenizer
 from specjax.models.seq2seq.memory import Spectrogram
 from specjax.numerics.sampling import fold_in, threefry
-from specjax.speech.audio import log_mel
+from specjax.speech.audio import count_frames, log_mel
 from specjax.speech.settings import SpeechSettings, language_code
 from specjax.speech.transcript import SpeechSegment, Transcript, cut_window
 from specjax.types import Array, Model, PyTree, Target
@@ -69,7 +69,9 @@ def transcribe(
         )  # fmt: skip
         return result.to_lists()[0]
 
-    return read_windows(target, tokenizer, settings, frames, decode_window, language=name)
+    return read_windows(
+        target, tokenizer, settings, frames, decode_window, language=name, num_frames=count_frames(audio)
+    )
 
 
 def read_windows(
@@ -80,11 +82,13 @@ def read_windows(
     decode_window: DecodeWindow,
     *,
     language: str | None = None,
+    num_frames: int | None = None,
     on_segments: Callable[[Sequence[SpeechSegment]], None] = lambda segments: None,
 ) -> Transcript:
     """Return the transcript of a spectrogram float32[bins, frames].
 
     Args:
+      num_frames: frames of the recording; the others are silence that fills its only window. None: all.
       on_segments: called with the segments of each window.
     """
     size, total, begin = target.model.config.source_frames, frames.shape[1], 0
@@ -96,7 +100,8 @@ def read_windows(
         tokens = list(decode_window(len(windows), window_at(frames, begin, size)))
         tokens = tokens[:-1] if tokens[-1:] == [settings.end] else tokens
         windows.append(tuple(tokens))
-        cut = cut_window(tokens, settings.first_time, begin, count)
+        audible = None if num_frames is None else min(max(num_frames - begin, 0), count)
+        cut = cut_window(tokens, settings.first_time, begin, count, audible)
         new = [segment._replace(text=text_of(segment.tokens)) for segment in cut.segments]
         on_segments(new)
         segments += new

@@ -8,6 +8,8 @@ from speech_models import END, ENGLISH, GENERATION, GERMAN, START, TRANSLATE, re
 
 import specjax
 from specjax import UsageError, speech
+from specjax.processors import ban
+from specjax.speech.audio import count_frames
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -91,6 +93,25 @@ def test_the_first_token_can_stand_in_generation_config_only(loaded, tmp_path):
 def test_audio_of_another_form_is_refused(loaded, audio):
     with pytest.raises(UsageError, match="audio"):
         speech.log_mel(loaded[1].model.config, audio)
+
+
+def test_text_without_times_ends_with_the_recording(loaded, tmp_path):
+    """The window of a short recording is filled with silence, where no text ends."""
+    settings = settings_of(loaded, tmp_path)
+    token = settings.first_time
+    read = lambda tokens, seconds: [
+        (segment.start, segment.end)
+        for segment in speech.read_windows(
+            loaded[1], loaded[2], settings, speech.log_mel(loaded[1].model.config, recording(seconds)),
+            lambda number, inputs: tokens, num_frames=count_frames(recording(seconds)),
+        ).segments
+    ]  # fmt: skip
+    assert read([5, 6, END], 0.1) == [(0.0, 0.1)]
+    assert read([token, 5, token + 3, END], 0.1) == [(0.0, 0.06)]
+    assert read([5, 6, END], 0.6) == [(0.0, 0.48), (0.48, 0.6)]
+    options = {"max_new_tokens": 2, "processors": [ban(range(token, 81))]}
+    transcript = speech.transcribe(*loaded[1:3], recording(0.1), settings, "autoregressive", **options)
+    assert [(segment.start, segment.end) for segment in transcript.segments] == [(0.0, 0.1)]
 
 
 def test_a_limit_of_no_tokens_is_refused(loaded, tmp_path):

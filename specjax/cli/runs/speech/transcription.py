@@ -24,7 +24,7 @@ from specjax.cli.runs.session import Session, provenance
 from specjax.engine.prepare import Settings
 from specjax.models.seq2seq.memory import Spectrogram
 from specjax.speech import SpeechSegment, SpeechSettings, Transcript
-from specjax.speech.audio import RATE
+from specjax.speech.audio import RATE, count_frames
 from specjax.speech.windows import limit_length, window_at
 from specjax.types import Drafter
 
@@ -97,7 +97,7 @@ class Transcription:
 
         transcript = speech.read_windows(
             self.session.target, self.session.tokenizer, self.tokens, self.frames, decode_window,
-            language=self.language, on_segments=show,
+            language=self.language, num_frames=count_frames(self.recording.samples), on_segments=show,
         )  # fmt: skip
         return WindowRun(transcript, report_of.merge(runs), windows)
 
