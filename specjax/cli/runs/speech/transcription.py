@@ -22,11 +22,25 @@ from specjax.cli.runs.environment import peak_memory_bytes, stage
 from specjax.cli.runs.run import describe_memory, print_table
 from specjax.cli.runs.session import Session, provenance
 from specjax.engine.prepare import Settings
+from specjax.errors import UsageError
 from specjax.models.seq2seq.memory import Spectrogram
 from specjax.speech import SpeechSegment, SpeechSettings, Transcript
 from specjax.speech.audio import RATE, count_frames
 from specjax.speech.windows import limit_length, window_at
-from specjax.types import Drafter
+from specjax.types import Drafter, Target
+
+
+def check_draft(target: Target, draft: Target) -> None:
+    """Check that a draft model reads the spectrograms of the target. Raises: UsageError if it does not."""
+    if not speech.is_speech_model(draft):
+        raise UsageError(f"--draft: {draft.model.name} does not read speech; give a Whisper model")
+    form = lambda config: (config.mel_bins, config.source_frames)
+    (bins, frames), (draft_bins, draft_frames) = form(target.model.config), form(draft.model.config)
+    if (bins, frames) != (draft_bins, draft_frames):
+        raise UsageError(
+            f"--draft: {draft.model.name} reads spectrograms of {draft_bins} bins and {draft_frames} frames, and the "
+            f"target those of {bins} and {frames}; choose a draft model of the same release"
+        )
 
 
 class Recording(NamedTuple):
