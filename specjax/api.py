@@ -42,7 +42,7 @@ from specjax.serving.loop import ServeSetup, Serving
 from specjax.serving.pace import MAX_SLOWDOWN
 from specjax.serving.prefixes import PREFIX_GIB
 from specjax.serving.requests import Cancel, Limits, Request, processor_settings, row_settings
-from specjax.types import Array, Controller, Drafter, Processor, PyTree, Target, VerifyFn
+from specjax.types import Array, Controller, Drafter, Processor, PyTree, Source, Target, VerifyFn
 from specjax.verifiers import Verifier
 from specjax.verifiers.parsing import parse_rule
 
@@ -463,6 +463,8 @@ def serve(
     )  # fmt: skip
     widest = np.zeros((slots, longest_prompt), np.int32), np.full(slots, longest_prompt, np.int32)
     blank = jax.tree.map(lambda x: jnp.zeros((slots, *jnp.shape(x)), jnp.result_type(x)), inputs)
+    if isinstance(blank, Source):  # one without tokens is refused
+        blank = blank._replace(length=jnp.ones_like(blank.length))
     key = jax.random.key(0)
     job = job_of(target, drafter, widest, per_row, key=key, max_new_tokens=max_new_tokens, inputs=blank)
     can_score = max_alternatives is not None and job.parts.loop.read is not None and target.model.unembed is not None

@@ -280,6 +280,8 @@ def _read(
             return t5_onnx.read(path, **options), hf_tokenizer.from_folder(path)
         if fields is not None and ctranslate2.is_folder(path):
             return ctranslate2.read(path, fields, **options), hf_tokenizer.from_folder(path)
+        if fields is not None:
+            ctranslate2.check_complete(path, fields)
         parts = {} if without is None else {"without": without}
         return hf.read(path, fields, **parts, **options), hf_tokenizer.from_folder(path)
     if path.suffix == ".bin":

@@ -34,7 +34,8 @@ def sources(texts: Sequence[Sequence[int]], length: int | None = None) -> Source
     longest = max(map(len, rows))
     check_integer("length", length, longest)
     width = -(-longest // UNIT) * UNIT if length is None else length
-    padded = [np.pad(row, (0, width - len(row))) for row in rows]
+    limited = [np.clip(row, -1, np.iinfo(np.int32).max) for row in rows]  # larger ids stay invalid
+    padded = [np.pad(row, (0, width - len(row))) for row in limited]
     return Source(jnp.asarray(np.stack(padded), jnp.int32), jnp.asarray([len(row) for row in rows], jnp.int32))
 
 

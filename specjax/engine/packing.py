@@ -13,7 +13,7 @@ import numpy as np
 from specjax.engine.step import buffer_size
 from specjax.errors import UsageError
 from specjax.numerics.global_arrays import gather
-from specjax.types import Array
+from specjax.types import Array, Source
 
 Prompts = Sequence[Sequence[int]] | tuple[Array | np.ndarray, Array | np.ndarray]
 """A list of token lists, or (tokens int32[B, P], lengths int32[B]) padded on the right."""
@@ -60,6 +60,15 @@ def check_prompts(tokens: Any, lengths: Any, max_new_tokens: int, capacity: int,
     """Check prompts int[B, P] of `lengths` int[B] tokens; traced values pass. Raises: UsageError as `pack` does."""
     _check_lengths(_check_integers(lengths), max_new_tokens, capacity, tokens.shape[1])
     _check_ids(_check_integers(tokens), lengths, vocab_size)
+
+
+def check_source(source: Source, vocab_size: int) -> None:
+    """Check the texts that an encoder reads; traced values pass. Raises: UsageError as `pack` does for prompts."""
+    tokens, lengths = (_check_integers(jnp.asarray(part)) for part in source)
+    if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
+        raise UsageError(f"a source must have tokens[B, S] and length[B], not {tokens.shape} and {lengths.shape}")
+    _check_lengths(lengths, 0, tokens.shape[1], tokens.shape[1], kind="source")
+    _check_ids(tokens, lengths, vocab_size, kind="source")
 
 
 def find_usable_rows(prompts: Prompts, max_new_tokens: int, capacity: int, vocab_size: int) -> Array | None:
@@ -123,15 +132,17 @@ def _check_integers(ids):
     return ids.astype(np.int32) if ids.dtype.itemsize < 4 else ids
 
 
-def _check_lengths(lengths: Array | np.ndarray, max_new_tokens: int, capacity: int, width: int | None = None) -> None:
-    """Check the lengths of the prompts. `width` is the width of their array. Raises: UsageError."""
+def _check_lengths(
+    lengths: Array | np.ndarray, max_new_tokens: int, capacity: int, width: int | None = None, kind: str = "prompt"
+) -> None:
+    """Check the lengths of the prompts or sources. `width` is the width of their array. Raises: UsageError."""
     if _is_traced(lengths):
         return
     for row, length in enumerate(gather(lengths)):
         if width is not None and length > width:
-            raise UsageError(f"prompt {row} has the length {length}, but the array of prompts has {width} columns")
+            raise UsageError(f"{kind} {row} has the length {length}, but the array of {kind}s has {width} columns")
         if length < 1:
-            raise UsageError(f"prompt {row} is empty; a prompt needs at least one token (such as bos)")
+            raise UsageError(f"{kind} {row} is empty; a {kind} needs at least one token (such as bos)")
         if length + max_new_tokens > capacity:
             raise UsageError(
                 f"prompt {row} has {length} tokens and max_new_tokens is {max_new_tokens}, more than the capacity of "
@@ -139,7 +150,9 @@ def _check_lengths(lengths: Array | np.ndarray, max_new_tokens: int, capacity: i
             )
 
 
-def _check_ids(tokens: Array | np.ndarray, lengths: Array | np.ndarray, vocab_size: int | None) -> None:
+def _check_ids(
+    tokens: Array | np.ndarray, lengths: Array | np.ndarray, vocab_size: int | None, kind: str = "prompt"
+) -> None:
     """Check that all tokens are in the vocabulary. Raises: UsageError."""
     if vocab_size is None or _is_traced(tokens, lengths):
         return
@@ -147,6 +160,6 @@ def _check_ids(tokens: Array | np.ndarray, lengths: Array | np.ndarray, vocab_si
     wrong = ((tokens < 0) | (tokens >= vocab_size)) & (np.arange(tokens.shape[1]) < lengths[:, None])
     for row, place in np.argwhere(wrong)[:1]:
         raise UsageError(
-            f"prompt {row} has the token {tokens[row, place]} at place {place}, outside of the model's vocabulary of "
+            f"{kind} {row} has the token {tokens[row, place]} at place {place}, outside of the model's vocabulary of "
             f"{vocab_size}; was it encoded with another tokenizer?"
         )

@@ -14,12 +14,12 @@ import numpy as np
 from specjax.arrays.modes import with_standard_modes
 from specjax.controllers.fixed import fixed
 from specjax.engine.job import LOGPROBS, Job, Keep, Parts
-from specjax.engine.packing import Prompts, check_new_tokens, find_usable_rows, pack
+from specjax.engine.packing import Prompts, check_new_tokens, check_source, find_usable_rows, pack
 from specjax.engine.step import LOOP
 from specjax.errors import UsageError
 from specjax.numerics.sampling import fold_in, row_keys
 from specjax.numerics.validation import MAX_NODES, check_range
-from specjax.types import Array, Controller, Drafter, Draws, Processor, PyTree, Sampling, Target, VerifyFn
+from specjax.types import Array, Controller, Drafter, Draws, Processor, PyTree, Sampling, Source, Target, VerifyFn
 from specjax.verifiers import ANY, Verifier, exact_verifier, greedy, sample_and_match
 
 RANGES = {
@@ -306,3 +306,5 @@ def check_inputs(target: Target, inputs: PyTree, batch: int) -> None:
     for leaf in jax.tree.leaves(inputs):
         if jnp.ndim(leaf) < 1 or len(leaf) != batch:
             raise UsageError(f"inputs must have one entry per prompt, {batch}, but one has the shape {jnp.shape(leaf)}")
+    if isinstance(inputs, Source):
+        check_source(inputs, target.model.vocab_size)

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.engine.packing import check_source
 from specjax.engine.prepare import EOS_PADDING, EOS_UNIT, Settings
 from specjax.errors import UsageError
 from specjax.processors.automaton import Automaton
 from specjax.serving.automata import check_room, num_pieces
 from specjax.serving.detokenizer import Detokenizer, TextDecoder
-from specjax.types import Array, Processor, PyTree, Sampling
+from specjax.types import Array, Processor, PyTree, Sampling, Source
 
 AHEAD = 64
 """Maximum number of items that `arrivals` reads ahead from its source."""
@@ -163,6 +164,8 @@ def check_request(request: Request, limits: Limits) -> int:
     form = lambda tree: (jax.tree.structure(tree), [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)])
     if form(request.inputs) != form(limits.inputs):
         raise UsageError("its inputs do not have the structure, shapes and dtypes of the inputs of serve")
+    if isinstance(request.inputs, Source):
+        check_source(Source(*(np.asarray(part)[None] for part in request.inputs)), vocab)
     if request.scores_prompt and not limits.can_score:
         raise UsageError("its scores_prompt needs max_alternatives of serve, and a model with `unembed`")
     if request.scores_prompt and request.alternatives is None:

@@ -74,16 +74,27 @@ def _extractor(bins: int) -> Any:
     return WhisperFeatureExtractor(feature_size=bins)
 
 
+def count_frames(audio: np.ndarray) -> int:
+    """Return the number of frames that samples at 16 kHz fill, the last one perhaps in part."""
+    return -(-len(audio) // HOP)
+
+
 def log_mel(config: WhisperConfig, audio: np.ndarray) -> np.ndarray:
     """Return the log-mel spectrogram float32[bins, frames] of samples at 16 kHz.
 
     Audio of at most one window is padded with silence to a window. Longer audio keeps its length.
 
-    Raises: UsageError for samples of another form.
+    Raises: UsageError for samples of another form. Whole numbers have no known scale.
     """
-    samples = np.asarray(audio, np.float32)
-    if samples.ndim != 1 or not samples.size or not np.isfinite(samples).all():
-        raise UsageError(f"audio must be finite samples [N] of one channel, not an array {list(samples.shape)}")
+    samples = np.asarray(audio)
+    if samples.dtype.kind != "f" or samples.ndim != 1 or not samples.size:
+        raise UsageError(
+            "audio must be floats [N] from -1 to 1 of one channel, such as those of read_wav, not "
+            f"{samples.dtype}{list(samples.shape)}"
+        )
+    samples = samples.astype(np.float32)
+    if not np.isfinite(samples).all():
+        raise UsageError("audio has samples that are not finite; check the recording")
     size = config.source_frames * HOP
     is_short = len(samples) <= size
     options: dict[str, Any] = {"padding": "max_length", "max_length": size} if is_short else {"padding": "longest"}

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specjax.errors import UsageError
+from specjax.errors import UsageError, optional_import
 from specjax.files.untrusted import quote, read_json_object
 from specjax.models.loading import Tokenizer, resolve
 from specjax.models.loading.families.config_fields import POSITIONS, ConfigFields
+from specjax.models.loading.formats import ctranslate2
 from specjax.models.seq2seq.config import WhisperConfig
 from specjax.processors import ban, min_length, timestamps
 from specjax.types import Processor, Target
@@ -19,6 +20,8 @@ TASKS = "transcribe", "translate"
 CODE = re.compile(r"<\|([a-z]{2,3})\|>")
 FIRST_MULTILINGUAL = 51_865
 """Models with at least this many tokens know several languages, where no file states it."""
+MAX_INITIAL = 50
+"""Steps of 20 milliseconds: the first time is at most one second."""
 
 
 class SpeechSettings(NamedTuple):
@@ -33,6 +36,8 @@ class SpeechSettings(NamedTuple):
     languages: Mapping[str, int] = {}  # by code; empty for a model of English only
     tasks: Mapping[str, int] = {}
     forced: tuple[int | None, ...] = ()  # tokens after the start, if neither language nor task is given; None: detected
+    default_language: str | None = None  # of the files, if no language is given
+    default_task: str | None = None
 
     @property
     def first_time(self) -> int:
@@ -45,8 +50,8 @@ class SpeechSettings(NamedTuple):
         return min_length(1, self.suppressed_first), ban(self.suppressed), *rules
 
     def language_of(self, name: str) -> int:
-        """Return the token of a language code. Raises: UsageError for a language that the model does not know."""
-        code = name.lower()
+        """Return the token of a language code or English name. Raises: UsageError for a language that is not known."""
+        code = language_code(name)
         if code not in self.languages:
             names = ", ".join(sorted(self.languages)) or "English only"
             raise UsageError(f"the speech model does not know the language {quote(name)}; it knows {names}")
@@ -73,6 +78,21 @@ class SpeechSettings(NamedTuple):
         if name not in self.tasks:
             raise UsageError(f"the speech model has no task {quote(name)}, only {', '.join(self.tasks) or 'none'}")
         return self.tasks[name]
+
+
+def language_code(name: str) -> str:
+    """Return the code of a language that is given by its code, its token or its English name, such as "de".
+
+    Raises: UsageError if the name is no text.
+    """
+    if not isinstance(name, str):
+        raise UsageError(f'the language must be a code such as "de", not {quote(name)}')
+    text = name.lower().removeprefix("<|").removesuffix("|>")
+    if len(text) == 2:  # no name is so short
+        return text
+    with optional_import("speech", "names of languages need"):
+        from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+    return TO_LANGUAGE_CODE.get(text, text)
 
 
 def is_speech_model(target: Target) -> bool:
@@ -112,7 +132,7 @@ def read_settings(source: str | Path, target: Target, tokenizer: Tokenizer) -> S
         end=token("<|endoftext|>", "eos_token_id"),
         suppressed=_ids(stated, "suppress_tokens", "suppress_ids"),
         suppressed_first=_ids(stated, "begin_suppress_tokens", "suppress_ids_begin"),
-        max_initial=generation.size("max_initial_timestamp_index", None, minimum=0),
+        max_initial=generation.size("max_initial_timestamp_index", _default_max_initial(config), minimum=0),
     )
     if _is_multilingual(generation, size):
         languages = {code: value for piece, value in ids.items() for code in CODE.findall(piece)}
@@ -120,8 +140,11 @@ def read_settings(source: str | Path, target: Target, tokenizer: Tokenizer) -> S
         settings = settings._replace(
             languages=_names(generation, "lang_to_id", CODE) or languages,
             tasks=_names(generation, "task_to_id") or tasks,
-            forced=_forced(generation if generation.has("forced_decoder_ids") else config),
+            default_language=_default_language(generation), default_task=generation.text("task", None),
         )  # fmt: skip
+        if settings.default_language is None and settings.default_task is None:  # otherwise the old field is void
+            forced = _forced(generation if generation.has("forced_decoder_ids") else config)
+            settings = settings._replace(forced=forced)
     highest = max(settings.no_times + 1, settings.end, settings.start, *settings.languages.values())
     if highest >= size:
         raise UsageError(f"{folder} states the token {highest}, and its model has {size} tokens; download it again")
@@ -137,6 +160,23 @@ def _ids(fields: ConfigFields, *names: str) -> tuple[int, ...]:
                 raise UsageError(f"{fields.where} has {name} {quote(values)}, which must be token ids")
             return tuple(value for value in values if value >= 0)
     return ()
+
+
+def _default_max_initial(config: ConfigFields) -> int | None:
+    """Return the limit of the first time where no generation_config.json states it.
+
+    A folder of CTranslate2 has no such file. Its library has the limit of all published models.
+    """
+    return MAX_INITIAL if any(config.has(name) for name in ctranslate2.UNREAD) else None
+
+
+def _default_language(fields: ConfigFields) -> str | None:
+    """Return the language of the files, which state one text or a list of one. None: it is detected."""
+    stated = fields.value("language")
+    stated = stated[0] if isinstance(stated, list) and len(stated) == 1 else stated
+    if stated is not None and not isinstance(stated, str):
+        raise UsageError(f"{fields.where} has language {quote(stated)}, which must be one language such as de")
+    return stated
 
 
 def _is_multilingual(fields: ConfigFields, vocab_size: int) -> bool:

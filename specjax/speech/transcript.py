@@ -36,7 +36,9 @@ class Cut(NamedTuple):
     advance: int
 
 
-def cut_window(tokens: Sequence[int], first_time: int, begin: int, num_frames: int) -> Cut:
+def cut_window(
+    tokens: Sequence[int], first_time: int, begin: int, num_frames: int, num_audible: int | None = None
+) -> Cut:
     """Cut the tokens of a window at pairs of times, by the rules of transformers.
 
     A pair ends one segment and starts the next. The text after the last pair is unfinished, and the next window starts
@@ -44,6 +46,7 @@ def cut_window(tokens: Sequence[int], first_time: int, begin: int, num_frames: i
 
     Args:
       first_time: the token of time 0. begin, num_frames: the frames of the audio in this window.
+      num_audible: frames of the recording among them, where text without times ends; None: all.
     """
     is_time = [token >= first_time for token in tokens]
     pairs = [i + 1 for i in range(len(tokens) - 1) if is_time[i] and is_time[i + 1]]
@@ -52,7 +55,7 @@ def cut_window(tokens: Sequence[int], first_time: int, begin: int, num_frames: i
     at = lambda token: steps_to_seconds(token - first_time)
     if not pairs:
         times = [token for token in tokens if token >= first_time]
-        end = num_frames // FRAMES_PER_STEP
+        end = (num_frames if num_audible is None else num_audible) // FRAMES_PER_STEP
         if times and times[-1] != first_time:
             end = times[-1] - first_time
         return Cut([SpeechSegment(begin / FRAMES_PER_SECOND, steps_to_seconds(end), tuple(tokens))], num_frames)

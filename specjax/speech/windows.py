@@ -11,13 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.api import decode
+from specjax.engine.packing import check_new_tokens
 from specjax.errors import UsageError
+from specjax.files.untrusted import quote
 from specjax.models import spectrograms
 from specjax.models.loading import Tokenizer
 from specjax.models.seq2seq.memory import Spectrogram
 from specjax.numerics.sampling import fold_in, threefry
-from specjax.speech.audio import log_mel
-from specjax.speech.settings import SpeechSettings
+from specjax.speech.audio import count_frames, log_mel
+from specjax.speech.settings import SpeechSettings, language_code
 from specjax.speech.transcript import SpeechSegment, Transcript, cut_window
 from specjax.types import Array, Model, PyTree, Target
 
@@ -45,8 +47,9 @@ def transcribe(
 
     Args:
       drafter: as in `decode`. options: further options of `decode`, such as temperature.
-      language: a code such as "de"; None: it is detected, if the model knows several. task: "transcribe", or
-        "translate" to English.
+      language: a code such as "de", or a name such as "german"; None: that of the model's files, or else the
+        detected one of those that the model knows. task: "transcribe", or "translate" to English; None: that of the
+        model's files, or else "transcribe".
       times: segments with times. Audio that is longer than a window always has them.
       max_new_tokens: per window; None: as many as the model allows.
 
@@ -55,18 +58,20 @@ def transcribe(
     frames = log_mel(target.model.config, audio)
     times = times or frames.shape[1] > target.model.config.source_frames
     name, prompt = choose_prompt(target, settings, frames, language, task, times=times)
-    room = target.model.max_positions - len(prompt)
-    keys = threefry(key) if isinstance(key, int) else key
+    length = limit_length(target, prompt, max_new_tokens)
+    keys = threefry(key)
     processors = (*settings.processors(times=times), *options.pop("processors", ()))
 
     def decode_window(number: int, inputs: Spectrogram) -> Sequence[int]:
         result = decode(
             target, drafter, [prompt], key=fold_in(keys, jnp.array([number])), inputs=inputs, eos=settings.end,
-            max_new_tokens=min(max_new_tokens or room, room), processors=processors, **options,
+            max_new_tokens=length, processors=processors, **options,
         )  # fmt: skip
         return result.to_lists()[0]
 
-    return read_windows(target, tokenizer, settings, frames, decode_window, language=name)
+    return read_windows(
+        target, tokenizer, settings, frames, decode_window, language=name, num_frames=count_frames(audio)
+    )
 
 
 def read_windows(
@@ -77,11 +82,13 @@ def read_windows(
     decode_window: DecodeWindow,
     *,
     language: str | None = None,
+    num_frames: int | None = None,
     on_segments: Callable[[Sequence[SpeechSegment]], None] = lambda segments: None,
 ) -> Transcript:
     """Return the transcript of a spectrogram float32[bins, frames].
 
     Args:
+      num_frames: frames of the recording; the others are silence that fills its only window. None: all.
       on_segments: called with the segments of each window.
     """
     size, total, begin = target.model.config.source_frames, frames.shape[1], 0
@@ -93,13 +100,28 @@ def read_windows(
         tokens = list(decode_window(len(windows), window_at(frames, begin, size)))
         tokens = tokens[:-1] if tokens[-1:] == [settings.end] else tokens
         windows.append(tuple(tokens))
-        cut = cut_window(tokens, settings.first_time, begin, count)
+        audible = None if num_frames is None else min(max(num_frames - begin, 0), count)
+        cut = cut_window(tokens, settings.first_time, begin, count, audible)
         new = [segment._replace(text=text_of(segment.tokens)) for segment in cut.segments]
         on_segments(new)
         segments += new
         begin += cut.advance
     text = text_of([token for segment in segments for token in segment.tokens])
     return Transcript(text, tuple(segments), tuple(windows), language)
+
+
+def limit_length(target: Target, prompt: Sequence[int], max_new_tokens: int | None) -> int:
+    """Return the number of new tokens of a window: the given one, but at most as many as the model allows.
+
+    Raises: UsageError if there is no room for a token.
+    """
+    limit = target.model.max_positions
+    if len(prompt) >= limit:
+        raise UsageError(
+            f"the model reads at most {limit} tokens, and the text begins with {len(prompt)}; raise max_positions"
+        )
+    room = limit - len(prompt)
+    return room if max_new_tokens is None else min(check_new_tokens(max_new_tokens), room)
 
 
 def window_at(frames: np.ndarray, begin: int, size: int) -> Spectrogram:
@@ -117,9 +139,11 @@ def choose_prompt(
     Raises: UsageError for a language or task that the model does not know.
     """
     if not settings.languages:
-        if language not in (None, "en"):
-            raise UsageError(f"the speech model writes English only, not {language}; leave the language out")
+        if language is not None and language_code(language) != "en":
+            raise UsageError(f"the speech model writes English only, not {quote(language)}; leave the language out")
         return None, settings.prompt(None, task, times=times)
+    language = settings.default_language if language is None else language
+    task = settings.default_task if task is None else task
     if language is not None:
         token = settings.language_of(language)
     else:

@@ -105,7 +105,7 @@ def write_ctranslate2(folder, model, version=6, spec="WhisperSpec", kind=4):
         packed = struct.pack(form, value)
         out += [text(name), struct.pack("<BBI", 0, {1: 1, 2: 2}[len(packed)], len(packed)), packed]
     for name, value in values.items():
-        packed = value.astype(np.float16 if kind == 4 else np.int8).tobytes()
+        packed = value.astype({4: np.float16, 1: np.int8, 2: np.int16}[kind]).tobytes()
         out += [text(name), struct.pack(f"<B{value.ndim}I", value.ndim, *value.shape)]
         out += [struct.pack("<BI", kind, len(packed)), packed]
     (folder / "model.bin").write_bytes(b"".join([*out, struct.pack("<I", 0)]))

@@ -176,6 +176,10 @@ def test_wrong_inputs_are_one_sentence(loaded, folder, tmp_path, capsys):
     for (name, *flags), error in cases:
         code, _, err = transcribe(capsys, tmp_path / name, "--target", folder, "--method", "autoregressive", *flags)
         assert code == 2 and error in err.splitlines()[-1] and "Traceback" not in err
+    (tmp_path / "other").mkdir()
+    save_whisper(tmp_path / "other", num_mel_bins=8)
+    flags = ["--target", folder, "--draft", tmp_path / "other"]
+    assert "--draft: other reads spectrograms of 8 bins" in transcribe(capsys, tmp_path / "a.wav", *flags)[2]
     assert "--target is missing" in transcribe(capsys, tmp_path / "a.wav")[2]
 
 

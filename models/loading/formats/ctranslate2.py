@@ -23,7 +23,7 @@ FILE, VOCABULARIES = "model.bin", ("vocabulary.json", "vocabulary.txt")
 VERSION, SPEC = 6, "WhisperSpec"
 KINDS = {0: "F32", 1: "I8", 3: "I32", 4: "F16", 5: "BF16"}
 """Storage formats by the number of their type; 2 is int16."""
-INT16 = 2
+INT8, INT16 = 1, 2
 GELU = 3
 START = "<|startoftranscript|>"
 UNREAD = "alignment_heads", "lang_ids", "suppress_ids", "suppress_ids_begin"
@@ -36,6 +36,13 @@ def is_folder(folder: Path) -> bool:
     return (folder / FILE).exists() and any((folder / name).exists() for name in VOCABULARIES)
 
 
+def check_complete(folder: Path, fields: ConfigFields) -> None:
+    """Raise a UsageError for a folder with the config of this format that lacks other files of it."""
+    if not fields.has("model_type") and any(fields.has(name) for name in UNREAD):
+        missing = FILE if not (folder / FILE).exists() else VOCABULARIES[0]
+        raise UsageError(f"{folder} has a config of CTranslate2 and lacks {missing}; download the whole repository")
+
+
 def read(folder: Path, fields: ConfigFields, **options) -> Checkpoint:
     """Parse a folder. `options`: dtype, cache_dtype, name, and those of `storage_options`.
 
@@ -44,17 +51,18 @@ def read(folder: Path, fields: ConfigFields, **options) -> Checkpoint:
     fields.skip(*UNREAD)
     file = folder / FILE
     tensors, scalars = _read_table(file)
-    quantized = [name for name, tensor in tensors.items() if tensor.kind == "I8"]
-    if quantized:
-        raise UsageError(f"{file} has weights of int8; convert the model again with --quantization float16")
-    needed = "decoder/embeddings/weight", "encoder/conv1/weight", "decoder/position_encodings/encodings"
+    feed = "layer_0/ffn/linear_0/weight"
+    needed = (
+        "decoder/embeddings/weight", "encoder/conv1/weight", "decoder/position_encodings/encodings",
+        "encoder/position_encodings/encodings", f"decoder/{feed}", f"encoder/{feed}",
+    )  # fmt: skip
     missing = [name for name in needed if name not in tensors]
     if missing:
         raise UsageError(f"{file} lacks the tensor {missing[0]}, so the shape of the model is unknown")
     for name, value in (("decoder/pre_norm", 1), ("decoder/activation", GELU), ("decoder/scale_embeddings", 0)):
         if scalars.get(name, value) != value:
             raise UsageError(f"{file} has {name} {scalars[name]}, and Whisper has {value}; convert the model again")
-    shape = lambda name: tensors[name].shape if name in tensors else (0, 0)
+    shape = lambda name: tensors[name].shape
     (vocab, width), (_, bins, _) = shape(needed[0]), shape(needed[1])
     heads, encoder_heads = (scalars.get(f"{part}/num_heads", 0) for part in ("decoder", "encoder"))
     if min(heads, encoder_heads) < 1 or width % heads or width % encoder_heads:
@@ -63,10 +71,10 @@ def read(folder: Path, fields: ConfigFields, **options) -> Checkpoint:
     config = WhisperConfig(
         vocab_size=vocab, width=width, num_layers=_count_layers(tensors, "decoder"),
         encoder_layers=_count_layers(tensors, "encoder"), num_heads=heads, num_kv_heads=heads, head_dim=width // heads,
-        encoder_heads=encoder_heads, mlp_width=shape("decoder/layer_0/ffn/linear_0/weight")[0],
-        encoder_mlp_width=shape("encoder/layer_0/ffn/linear_0/weight")[0], mel_bins=bins, qkv_bias=True,
+        encoder_heads=encoder_heads, mlp_width=shape(needed[4])[0],
+        encoder_mlp_width=shape(needed[5])[0], mel_bins=bins, qkv_bias=True,
         key_bias=False, out_bias=True, feed_activation="gelu_exact", max_positions=positions,
-        text_positions=positions, source_positions=shape("encoder/position_encodings/encodings")[0],
+        text_positions=positions, source_positions=shape(needed[3])[0],
         first_token=_first_token(folder), **options,
     )  # fmt: skip
     located: dict[str, StoredArray] = dict(tensors)
@@ -92,7 +100,7 @@ def _first_token(folder: Path) -> int:
 
 
 def _read_table(file: Path) -> tuple[dict[str, TensorLocation], dict[str, int]]:
-    """Return the tensors of floats and of int8 codes, and the other numbers, by name."""
+    """Return the tensors of floats and the other numbers by name. Raises: UsageError for quantised weights."""
     check_file(file)
     size = file.stat().st_size
     tensors: dict[str, TensorLocation] = {}
@@ -115,11 +123,14 @@ def _read_table(file: Path) -> tuple[dict[str, TensorLocation], dict[str, int]]:
             expected = 2 * elements if code == INT16 else bytes_of(kind, elements) if kind else -1
             if rank > MAX_RANK or num_bytes != expected or offset + num_bytes > size:
                 raise UsageError(f"{file} has {quote(name)} with another size than its shape; download it again")
+            if shape and code in (INT8, INT16):
+                form = "int8" if code == INT8 else "int16"
+                raise UsageError(f"{file} has weights of {form}; convert the model again with --quantization float16")
             if shape and kind is not None and kind != "I32":
                 tensors[name] = TensorLocation(file, offset, shape, kind)
                 handle.seek(num_bytes, 1)
-            elif not shape and code in (1, INT16):
-                scalars[name] = int(np.frombuffer(handle.read(num_bytes), {1: "<i1", INT16: "<i2"}[code])[0])
+            elif not shape and code in (INT8, INT16):
+                scalars[name] = int(np.frombuffer(handle.read(num_bytes), {INT8: "<i1", INT16: "<i2"}[code])[0])
             else:
                 handle.seek(num_bytes, 1)
     return tensors, scalars

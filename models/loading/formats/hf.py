@@ -30,8 +30,8 @@ from specjax.models.loading.tensors.tensors import (
 )
 from specjax.models.vision.config import VisionLanguageConfig
 
-DOWNLOADED_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-"""Files that are downloaded from a hub repository: no pickles, no code, no files of other frameworks."""
+DOWNLOADED_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "model.bin")
+"""Files that are downloaded from a hub repository: no pickles and no code. model.bin is the file of CTranslate2."""
 
 TORCH_FILES = "*.bin", "*.pt"
 """Additional files for readers that accept a repository without safetensors. No code in them is run."""
@@ -80,7 +80,18 @@ def read_config(folder: Path) -> ConfigFields:
     if config is None:
         message = f"{folder} has no config.json; give a Hugging Face model folder, a hub id or a .gguf file"
         raise UsageError(_explain_other_files(folder) or maxtext.explain_missing_config(folder) or message)
-    return ConfigFields(config, where)
+    return ConfigFields(config | _generation_fields(folder, config.get("model_type")), where)
+
+
+def _generation_fields(folder: Path, kind: Any) -> dict[str, Any]:
+    """Return the fields of generation_config.json that belong to the config of a family.
+
+    Newer files state the tokens that start a text only there. transformers uses these where both files state one.
+    """
+    family = next((family for family in registry.FAMILIES if kind in getattr(family, "HF_TYPES", ())), None)
+    names = getattr(family, "GENERATION_FIELDS", ())
+    generation = (read_json_object(folder / "generation_config.json") or {}) if names else {}
+    return {name: generation[name] for name in names if generation.get(name) is not None}
 
 
 def read(

@@ -39,7 +39,11 @@ class SpeechOptions:
 
     language: Annotated[
         str | None,
-        typer.Option("--language", help="Language of the speech, such as de. Default: detected.", show_default=False),
+        typer.Option(
+            "--language",
+            help="Language of the speech, such as de or german. Default: that of the model's files, or detected.",
+            show_default=False,
+        ),
     ] = None
     task: Annotated[
         str | None,
@@ -77,7 +81,7 @@ def transcribe(
     from specjax.cli.output.console import Console
     from specjax.cli.runs.selection import select
     from specjax.cli.runs.session import with_costs
-    from specjax.cli.runs.speech.transcription import Recording, Transcription
+    from specjax.cli.runs.speech.transcription import Recording, Transcription, check_draft
 
     assert models.target is not None
     require(models.template_args is None, "--template-args is for chats, and speech has none; remove it")
@@ -89,6 +93,8 @@ def transcribe(
         speech.is_speech_model(session.target),
         f"--target: {session.target.model.name} does not read speech; give a Whisper model",
     )
+    if session.draft is not None:
+        check_draft(session.target, session.draft)
     settings = speech.read_settings(models.target, session.target, session.tokenizer)
     session = with_costs(session, selection.costs, 1, log, selection.decoding.settings)
     recording = Recording(file, samples, options.language, options.task, options.timestamps)

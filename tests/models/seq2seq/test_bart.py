@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +86,17 @@ def test_saved_models(pair, folder, tmp_path):
     copy, _ = specjax.load(str(tmp_path))
     assert copy.model.config == dataclasses.replace(target.model.config, name=copy.model.config.name)
     jax.tree.map(np.testing.assert_array_equal, target.params, copy.params)
+
+
+def test_the_forced_token_can_stand_in_generation_config_only(pair, folder, tmp_path):
+    """transformers 5 saves it there. It counts before the one of config.json."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    for field in ({"forced_bos_token_id": 9}, {}):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"forced_bos_token_id": None} | field))
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation | {"forced_bos_token_id": 7}))
+        assert specjax.load(str(tmp_path))[0].model.config.text_start == (2, 7)
 
 
 def test_sources_that_are_too_long_are_refused(pair):

@@ -17,6 +17,7 @@ from specjax.bench import measure
 from specjax.bench.near_ties import TextOrigin, find_difference
 from specjax.cli import main
 from specjax.models import sources
+from specjax.types import Source
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -151,6 +152,32 @@ def test_what_it_refuses(pair):
             sources(texts)
     with pytest.raises(UsageError, match="length must be a whole number of at least 3, not 2"):
         sources([[5], [3, 4, 5]], length=2)
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [(sources([[5, 61]]), "source 0 has the token 61 at place 1"),
+     (sources([[5, 1 << 40]]), "has the token 2147483647"),
+     (sources([[-2]]), "has the token -1 at place 0"),
+     (Source(np.ones((1, 4), np.int32), np.array([9])), "the length 9, but the array of sources has 4 columns"),
+     (Source(np.ones((1, 4), np.int32), np.array([0])), "source 0 is empty"),
+     (Source(np.ones((1, 4)), np.array([3])), "must be integers, not float"),
+     (Source(np.ones(1, np.int32), np.array([3])), r"must have tokens\[B, S\]")],
+)  # fmt: skip
+def test_sources_that_are_no_tokens_of_the_model_are_refused(pair, source, error):
+    target = pair[1]
+    with pytest.raises(UsageError, match=error):
+        specjax.decode(target, "autoregressive", [[0]], key=0, max_new_tokens=2, inputs=source)
+
+
+def test_a_server_refuses_other_tokens_of_a_source(pair):
+    one = lambda tokens: jax.tree.map(lambda x: x[0], sources([tokens]))
+    requests = [specjax.Request([0], 0, inputs=one(tokens)) for tokens in ([5, 61], [5, 6])]
+    served = list(specjax.serve(
+        pair[1], "autoregressive", requests, slots=1, longest_prompt=4, max_new_tokens=2, inputs=requests[0].inputs
+    ))  # fmt: skip
+    errors = {answer.request: answer.error for answer in served}
+    assert "source 0 has the token 61" in str(errors[0]) and errors[1] is None
 
 
 def test_pruned_models(pair):

@@ -1,6 +1,7 @@
 """Whisper beside `transformers`: logits, trees, greedy texts of drafts, saved and quantised models."""
 
 import dataclasses
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -168,12 +169,45 @@ def test_ctranslate2_folders(pair, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "error"),
-    [({"version": 3}, "version 3"), ({"spec": "TransformerSpec"}, "TransformerSpec"), ({"kind": 1}, "int8")],
-)
+    [({"version": 3}, "version 3"), ({"spec": "TransformerSpec"}, "TransformerSpec"), ({"kind": 1}, "weights of int8"),
+     ({"kind": 2}, "weights of int16")],
+)  # fmt: skip
 def test_other_ctranslate2_files_are_refused(pair, tmp_path, options, error):
     write_ctranslate2(tmp_path, pair[0], **options)
     with pytest.raises(UsageError, match=error):
         specjax.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["model.bin", "vocabulary.txt"])
+def test_incomplete_ctranslate2_folders_are_refused(pair, tmp_path, name):
+    write_ctranslate2(tmp_path, pair[0])
+    (tmp_path / name).unlink()
+    with pytest.raises(UsageError, match="has a config of CTranslate2 and lacks"):
+        specjax.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["decoder/layer_0/ffn/linear_0/weight", "encoder/position_encodings/encodings"])
+def test_ctranslate2_files_without_a_matrix_are_refused(pair, tmp_path, name):
+    write_ctranslate2(tmp_path, pair[0])
+    contents = (tmp_path / "model.bin").read_bytes()
+    (tmp_path / "model.bin").write_bytes(contents.replace(name.encode(), name[:-1].encode() + b"x"))
+    with pytest.raises(UsageError, match=f"lacks the tensor {name}"):
+        specjax.load(str(tmp_path))
+
+
+def test_the_file_of_ctranslate2_is_downloaded(monkeypatch, pair, tmp_path):
+    """A hub id gets the files of its patterns only."""
+    (tmp_path / "all").mkdir()
+    write_ctranslate2(tmp_path / "all", pair[0])
+
+    def snapshot(repo, *, allow_patterns, **options):
+        for file in (tmp_path / "all").iterdir():
+            if any(file.match(pattern) for pattern in allow_patterns):
+                shutil.copy(file, tmp_path)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert specjax.load("somebody/faster-whisper")[0].model.config.text_start == (START,)
 
 
 def test_damaged_ctranslate2_files_are_refused(pair, tmp_path):

@@ -13,6 +13,8 @@ from specjax.models.seq2seq.config import Activation, BartConfig
 
 HF_TYPES = ("bart",)
 GGUF_TYPES = ()
+GENERATION_FIELDS = "decoder_start_token_id", "forced_bos_token_id"
+"""Fields that generation_config.json may state in place of config.json."""
 
 FIELDS = {
     "vocab_size": 50_265, "d_model": 1024, "encoder_layers": 12, "decoder_layers": 12, "encoder_attention_heads": 16,

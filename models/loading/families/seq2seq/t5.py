@@ -14,6 +14,8 @@ from specjax.models.seq2seq.distance_bias import DistanceBuckets
 
 HF_TYPES = ("t5", "mt5", "umt5")
 GGUF_TYPES = ()
+GENERATION_FIELDS = ("decoder_start_token_id",)
+"""Fields that generation_config.json may state in place of config.json."""
 
 FIELDS = {
     "vocab_size": 32_128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8,

@@ -11,6 +11,8 @@ from specjax.models.seq2seq.config import WhisperConfig
 
 HF_TYPES = ("whisper",)
 GGUF_TYPES = ()
+GENERATION_FIELDS = ("decoder_start_token_id",)
+"""Fields that generation_config.json may state in place of config.json."""
 
 FIELDS = {
     "vocab_size": 51_865, "d_model": 384, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 6,

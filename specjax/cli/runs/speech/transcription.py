@@ -22,11 +22,25 @@ from specjax.cli.runs.environment import peak_memory_bytes, stage
 from specjax.cli.runs.run import describe_memory, print_table
 from specjax.cli.runs.session import Session, provenance
 from specjax.engine.prepare import Settings
+from specjax.errors import UsageError
 from specjax.models.seq2seq.memory import Spectrogram
 from specjax.speech import SpeechSegment, SpeechSettings, Transcript
-from specjax.speech.audio import RATE
-from specjax.speech.windows import window_at
-from specjax.types import Drafter
+from specjax.speech.audio import RATE, count_frames
+from specjax.speech.windows import limit_length, window_at
+from specjax.types import Drafter, Target
+
+
+def check_draft(target: Target, draft: Target) -> None:
+    """Check that a draft model reads the spectrograms of the target. Raises: UsageError if it does not."""
+    if not speech.is_speech_model(draft):
+        raise UsageError(f"--draft: {draft.model.name} does not read speech; give a Whisper model")
+    form = lambda config: (config.mel_bins, config.source_frames)
+    (bins, frames), (draft_bins, draft_frames) = form(target.model.config), form(draft.model.config)
+    if (bins, frames) != (draft_bins, draft_frames):
+        raise UsageError(
+            f"--draft: {draft.model.name} reads spectrograms of {draft_bins} bins and {draft_frames} frames, and the "
+            f"target those of {bins} and {frames}; choose a draft model of the same release"
+        )
 
 
 class Recording(NamedTuple):
@@ -72,8 +86,7 @@ class Transcription:
     def task(self, drafter: Drafter, settings: Settings, number: int, inputs: Spectrogram) -> measure.DecodeTask:
         """Return a window with its key and settings."""
         keys = measure.row_keys(self.decoding.seed, [number])
-        room = self.session.target.model.max_positions - len(self.prompt)
-        length = min(self.decoding.max_new_tokens, room)
+        length = limit_length(self.session.target, self.prompt, self.decoding.max_new_tokens)
         return measure.DecodeTask(self.session.target, drafter, [self.prompt], keys, settings, length, inputs)
 
     def compile(self, drafter: Drafter, settings: Settings) -> float:
@@ -98,7 +111,7 @@ class Transcription:
 
         transcript = speech.read_windows(
             self.session.target, self.session.tokenizer, self.tokens, self.frames, decode_window,
-            language=self.language, on_segments=show,
+            language=self.language, num_frames=count_frames(self.recording.samples), on_segments=show,
         )  # fmt: skip
         return WindowRun(transcript, report_of.merge(runs), windows)
 
