@@ -165,7 +165,7 @@ def check_request(request: Request, limits: Limits) -> int:
     if form(request.inputs) != form(limits.inputs):
         raise UsageError("its inputs do not have the structure, shapes and dtypes of the inputs of serve")
     if isinstance(request.inputs, Source):
-        check_source(Source(*(np.asarray(part)[None] for part in request.inputs)), vocab)
+        check_source(jax.tree.map(lambda x: np.asarray(x)[None], request.inputs), vocab)
     if request.scores_prompt and not limits.can_score:
         raise UsageError("its scores_prompt needs max_alternatives of serve, and a model with `unembed`")
     if request.scores_prompt and request.alternatives is None:

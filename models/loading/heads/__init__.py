@@ -24,7 +24,7 @@ from specjax.files.untrusted import guarded_read, quote
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import KINDS, abstract_head
 from specjax.models.loading.families.unread_fields import describe_unread
-from specjax.models.loading.formats import hf, maxtext
+from specjax.models.loading.formats import ctranslate2, hf, maxtext
 from specjax.models.loading.heads import mtp, registry, shipped, vocabulary
 from specjax.models.loading.heads.checkpoint_contents import MASK_FILE, HeadPlan, config_file, read_contents
 from specjax.models.loading.heads.format import NEUTRAL
@@ -161,7 +161,7 @@ def recognise(source: str | Path) -> tuple[str, str] | None:
     if source not in shipped.NAMES and not path.is_dir() and (path.exists() or not _is_id(source)):
         return None
     path = resolve(source)
-    if not config_file(path).exists() or maxtext.find_orbax_folder(path) is not None:
+    if not config_file(path).exists() or maxtext.find_orbax_folder(path) is not None or ctranslate2.is_folder(path):
         return None
     with guarded_read(path):
         contents = read_contents(path)

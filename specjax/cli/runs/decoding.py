@@ -68,6 +68,15 @@ class Decoding:
         return {"max_new_tokens": self.max_new_tokens, **values, "seed": self.seed}
 
 
+def describe_uncompared(guarantee: Guarantee) -> str:
+    """Return why the texts of a method were not compared with those of plain decoding."""
+    reasons = {
+        "distribution": "sampled drafts keep the target's distribution, not its text for a given seed",
+        "lossy": "this method is lossy, so its text can differ",
+    }
+    return f"outputs: not compared; {reasons.get(guarantee, 'this method promises equal text at temperature 0 only')}"
+
+
 def build_decoding(sampling: WarpOptions, draft: DraftOptions | None = None, controller: str | None = None) -> Decoding:
     """Build the settings of a run from its flags.
 

@@ -19,7 +19,7 @@ from specjax.cli.options.prompts import Encoded
 from specjax.cli.output.console import Console
 from specjax.cli.output.text import DRAFTED_STYLE, TextStream
 from specjax.cli.runs.compression.prompts import CompressedPrompts
-from specjax.cli.runs.decoding import Decoding, without_draft
+from specjax.cli.runs.decoding import Decoding, describe_uncompared, without_draft
 from specjax.cli.runs.environment import peak_memory_bytes, stage
 from specjax.cli.runs.run import PromptRun, Report, describe_memory, inputs_of, print_heading
 from specjax.cli.runs.session import Session
@@ -308,11 +308,7 @@ class Generation(PromptRun):
         if self.plain is None:
             return []
         if self.identical is None:
-            return [
-                "outputs: not compared; sampled drafts keep the target's distribution, not its text for a given seed"
-                if self.guarantee == "distribution"
-                else "outputs: not compared; this method promises equal text at temperature 0 only"
-            ]
+            return [describe_uncompared(self.guarantee)]
         part = self.more.lossy_part
         plain = self.session.baseline + ("" if part is None else f" of {part[1]}")
         if self.identical:

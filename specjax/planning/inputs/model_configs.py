@@ -22,7 +22,7 @@ from specjax.models.loading.families import denoisers
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.denoisers import DenoiserSettings
 from specjax.models.loading.families.unread_fields import warn_of_unread
-from specjax.models.loading.formats import gguf, hf
+from specjax.models.loading.formats import ctranslate2, gguf, hf
 from specjax.models.loading.quantized import is_quantized_folder
 from specjax.models.loading.tensors.assembly import Checkpoint, check_tensors
 from specjax.models.loading.tensors.file_formats import with_file_formats
@@ -131,16 +131,21 @@ def load_denoiser_settings(source: str | Path, flag: str = "--target") -> Denois
         raise UsageError(f"{flag}: {error}") from None
 
 
+_NO_ENCODERS = "plans and descriptions of the encoder-decoder {} do not exist yet; choose a decoder-only model"
+
+
 def _from_folder(folder: Path, options: dict, platform: str, keep_quantized: bool) -> Any:
     """Return the config of a folder. Quantised folders need their tensors, which decide what is quantised."""
     record = hf.read_config(folder)
+    if ctranslate2.is_folder(folder):
+        raise UsageError(_NO_ENCODERS.format(folder.resolve().name))
     if is_quantized_folder(record, folder):
         config = _quantized_config(folder, record, options, platform, keep_quantized)
     else:
         config = hf.parse_config(record, **options)[0]
     require(
         not isinstance(config, Seq2SeqConfig),
-        f"plans and descriptions of the encoder-decoder {config.name} do not exist yet; choose a decoder-only model",
+        _NO_ENCODERS.format(config.name),
     )
     require(
         not isinstance(config, VisionLanguageConfig),

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.interpreters import partial_eval as pe
-from speech_models import END, NO_TIMES, START, save_whisper, write_ctranslate2
+from scipy.io import wavfile
+from speech_models import END, NO_TIMES, START, recording, save_whisper, write_ctranslate2
 
 import specjax
 from specjax import UsageError, speech
+from specjax.cli import main
 from specjax.models import sources, spectrograms
 
 torch = pytest.importorskip("torch")
@@ -165,6 +167,19 @@ def test_ctranslate2_folders(pair, tmp_path):
     settings = speech.read_settings(tmp_path, target, tokenizer)
     assert (settings.start, settings.end, settings.no_times) == (START, END, NO_TIMES)
     assert settings.suppressed == (5, 6, *range(50, 55)) and settings.suppressed_first == (3, END)
+
+
+def test_a_folder_of_ctranslate2_drafts_and_is_named_where_it_cannot_run(pair, folder, tmp_path, capsys):
+    write_ctranslate2(tmp_path, pair[0])
+    wavfile.write(tmp_path / "a.wav", 16_000, recording(0.1))
+    run = lambda *arguments: main([*arguments, "--max-new-tokens", "2", "--compare", "--num-draft-tokens", "2"])
+    with pytest.raises(SystemExit) as end:
+        run("transcribe", str(tmp_path / "a.wav"), "--target", str(folder), "--draft", str(tmp_path))
+    assert not end.value.code and "identical to plain decoding" in capsys.readouterr().out
+    for arguments in (["inspect", str(tmp_path)], ["plan", "--topology", "v5e:1x1", "--target", str(tmp_path)]):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert end.value.code == 2 and "descriptions of the encoder-decoder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

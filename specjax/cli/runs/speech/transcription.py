@@ -17,7 +17,7 @@ from specjax.bench import records as report_of
 from specjax.catalog import METHODS
 from specjax.cli.options.drafter_flags import MethodOptions
 from specjax.cli.output.console import Console, print_json
-from specjax.cli.runs.decoding import Decoding, without_draft
+from specjax.cli.runs.decoding import Decoding, describe_uncompared, without_draft
 from specjax.cli.runs.environment import peak_memory_bytes, stage
 from specjax.cli.runs.run import describe_memory, print_table
 from specjax.cli.runs.session import Session, provenance
@@ -198,7 +198,7 @@ class Transcription:
 def _verdict(record: dict, difference: dict[str, Any] | None, baseline: str) -> list[str]:
     """Return the result of the comparison in words."""
     if record["identical"] is None:
-        return ["outputs: not compared; sampled drafts keep the distribution of the target, not its text"]
+        return [describe_uncompared(record["guarantee"])]
     if record["identical"]:
         return [f"outputs: identical to {baseline}"]
     if difference is None:
