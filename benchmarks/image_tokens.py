@@ -154,7 +154,13 @@ def main() -> None:
     parser.add_argument("--per-class", type=int, default=100)
     parser.add_argument("--scales", type=float, nargs="+", default=[1.0, 2.0], help="1: without guidance")
     args = parser.parse_args()
+    if args.per_class < 2:
+        parser.error("--per-class must be at least 2, for the two images of each class in a picture")
     models = Models(*tiny_images.load(args.models))
+    methods = ways(models.codebook)
+    unknown = set(args.methods or ()) - methods.keys()
+    if unknown:
+        parser.error(f"--methods: there is no {sorted(unknown)[0]!r}, only {', '.join(methods)}")
     held_out = digits.digits()[1]
     real = digits.to_images(digits.to_tokens(held_out.images, models.codebook), models.codebook)
     stored = json.loads(args.out.read_text()) if args.out and args.out.exists() else []
@@ -166,7 +172,6 @@ def main() -> None:
     for scale in args.scales:
         guidance = None if scale == 1 else scale
         to_images = lambda result: digits.to_images(np.asarray(result.to_lists()), models.codebook)
-        methods = ways(models.codebook)
         reference = features(to_images(sample(models, methods["plain"], guidance, 3 * args.per_class, seed=1)[0]))
         for name in args.methods or methods:
             way = methods[name]

@@ -454,7 +454,8 @@ def serve(
         if not (is_unlimited or minimum <= value < float("inf")):
             raise UsageError(f"{name} must be a number of at least {minimum}, not {value}")
     limits = Limits(
-        longest_prompt, max_new_tokens, vocab, defaults, inputs, tokenizer, max_alternatives, constraint_mib
+        longest_prompt, max_new_tokens, vocab, defaults, inputs, tokenizer, max_alternatives, constraint_mib,
+        model=target.model if isinstance(target, Target) else None,
     )  # fmt: skip
     processor_settings(limits)
     processors = *defaults.processors, *table_of(constraint_mib, vocab)

@@ -215,6 +215,9 @@ class Model(NamedTuple):
     `pass_params(params) -> params` returns the parameters that `forward` reads, for costs. None: all of them.
 
     `source(cache) -> Source` returns the texts that an encoder has read. None: the model has no encoder of texts.
+
+    `check_inputs(inputs, max_new_tokens)` raises UsageError for inputs with values that do not fit. It is called before
+    the program runs, and not for traced values. None: all values fit.
     """
 
     init_cache: Callable[..., PyTree]
@@ -237,6 +240,7 @@ class Model(NamedTuple):
     queries: Callable[[PyTree, tuple[Array, ...], Array], tuple[Array, ...]] | None = None
     pass_params: Callable[[PyTree], PyTree] | None = None
     source: Callable[[PyTree], Source] | None = None
+    check_inputs: Callable[[PyTree, int], None] | None = None
     capabilities: Capabilities = Capabilities()
     config: Any = None  # configuration from which `specjax.models` built the model
     base_config: Any = None  # that of the model whose layers a variant without a configuration runs

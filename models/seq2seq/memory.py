@@ -12,11 +12,8 @@ from specjax.arrays import batch_axes
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models.seq2seq.config import BartConfig, Seq2SeqConfig, WhisperConfig
-from specjax.numerics.validation import check_integer
+from specjax.numerics.token_lists import pad_token_lists
 from specjax.types import Array, PyTree, Source
-
-UNIT = 32
-"""Lengths of padded sources are multiples of it, so that sources of similar lengths share a program."""
 
 
 def sources(texts: Sequence[Sequence[int]], length: int | None = None) -> Source:
@@ -24,19 +21,11 @@ def sources(texts: Sequence[Sequence[int]], length: int | None = None) -> Source
 
     Args:
       length: tokens of the padded sources, such as those of the longest source of a server. None: the smallest multiple
-        of UNIT.
+        of `numerics.token_lists.UNIT`.
 
     Raises: UsageError for no texts, and for a text that is empty, longer than `length` or no list of token ids.
     """
-    rows = [np.asarray(text) for text in texts]
-    if not rows or not all(row.ndim == 1 and row.size and row.dtype.kind in "iu" for row in rows):
-        raise UsageError("sources must be a list of token lists, each with at least one token; encode texts first")
-    longest = max(map(len, rows))
-    check_integer("length", length, longest)
-    width = -(-longest // UNIT) * UNIT if length is None else length
-    limited = [np.clip(row, -1, np.iinfo(np.int32).max) for row in rows]  # larger ids stay invalid
-    padded = [np.pad(row, (0, width - len(row))) for row in limited]
-    return Source(jnp.asarray(np.stack(padded), jnp.int32), jnp.asarray([len(row) for row in rows], jnp.int32))
+    return Source(*pad_token_lists("sources", texts, length))
 
 
 class Spectrogram(NamedTuple):

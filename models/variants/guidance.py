@@ -25,11 +25,11 @@ import numpy as np
 from specjax.arrays import batch_axes, platforms, texts
 from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
+from specjax.numerics.global_arrays import gather
+from specjax.numerics.token_lists import pad_token_lists
 from specjax.numerics.validation import check_range
 from specjax.types import Array, Model, Output, PyTree, Sublayers, Target
 
-UNIT = 32
-"""Lengths of padded prompts of several tokens are multiples of it, so that similar lengths share a program."""
 CHUNK = 128
 """Tokens of an unconditional prompt that one pass reads."""
 PAIR = 2
@@ -67,21 +67,11 @@ def unconditional(prompts: Sequence[Sequence[int]], length: int | None = None) -
 
     Args:
       length: tokens of the padded prompts, such as those of the longest one of a server. None: 1, or else the smallest
-        multiple of UNIT.
+        multiple of `numerics.token_lists.UNIT`.
 
     Raises: UsageError for no prompts, and for a prompt that is empty, longer than `length` or no list of token ids.
     """
-    rows = [np.asarray(prompt) for prompt in prompts]
-    if not rows or not all(row.ndim == 1 and row.size and row.dtype.kind in "iu" for row in rows):
-        raise UsageError(
-            "unconditional prompts must be a list of token lists, each with at least one token; encode texts first"
-        )
-    longest = max(map(len, rows))
-    if length is not None and length < longest:
-        raise UsageError(f"length must be at least {longest}, the longest unconditional prompt, not {length}")
-    width = length or (1 if longest == 1 else -(-longest // UNIT) * UNIT)
-    padded = [np.pad(row, (0, width - len(row))) for row in rows]
-    return Unconditional(jnp.asarray(np.stack(padded), jnp.int32), jnp.asarray([len(row) for row in rows], jnp.int32))
+    return Unconditional(*pad_token_lists("unconditional prompts", prompts, length, shortest=1))
 
 
 def guided(target: Target, scale: Array | float, *, first: int = 0, end: int | None = None) -> Target:
@@ -110,7 +100,7 @@ def guided(target: Target, scale: Array | float, *, first: int = 0, end: int | N
         raise UsageError(f"{base.name} is sharded over a mesh, which guidance does not support yet; use one device")
     check_range("scale", scale, lambda x: (x >= 0) & (x < np.inf), "at least 0 and finite")
     check_range("first", first, lambda x: (x >= 0) & (x == x // 1), "a whole number of at least 0")
-    check_range("end", end, lambda x: (x >= 0) & (x == x // 1), "a whole number of at least 0")
+    check_range("end", end, lambda x: (x >= first) & (x == x // 1), "a whole number of at least first")
     stop = np.iinfo(np.int32).max if end is None else end
     places = jnp.asarray([first, stop], jnp.int32)
     return Target(_model(base), {"base": target.params, "scale": jnp.asarray(scale, jnp.float32), "range": places})
@@ -142,6 +132,23 @@ def _model(base: Model) -> Model:
         # A caller that does not set the prompt length has prompts of one token.
         one = jnp.ones((batch,), jnp.int32)
         return GuidedCache(split_rows(base, cache), one, length - 1, last, jnp.broadcast_to(scale, (batch,)))
+
+    def check_inputs(inputs, max_new_tokens: int) -> None:
+        if not isinstance(inputs, Unconditional):  # `init_cache` refuses it
+            return
+        tokens, lengths = gather(inputs)
+        for row, (prompt, length) in enumerate(zip(tokens, lengths, strict=True)):
+            unknown = [token for token in prompt[:length] if not 0 <= token < base.vocab_size]
+            if unknown:
+                raise UsageError(
+                    f"unconditional prompt {row} has the token {unknown[0]}, outside of the model's vocabulary of "
+                    f"{base.vocab_size}"
+                )
+            if length + max_new_tokens > base.max_positions:
+                raise UsageError(
+                    f"unconditional prompt {row} has {length} tokens and max_new_tokens is {max_new_tokens}, more than "
+                    f"the {base.max_positions} positions of {base.name}; shorten it, or lower max_new_tokens"
+                )
 
     def mark_prompt(cache: GuidedCache, length: Array) -> GuidedCache:
         return cache._replace(prompt_length=length)
@@ -214,6 +221,7 @@ def _model(base: Model) -> Model:
         forward=forward,
         commit=commit,
         mark_prompt=mark_prompt,
+        check_inputs=check_inputs,
         rewind=None if base.rewind is None else rewind,
         widen=widen,
         insert=insert,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,10 +11,11 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.models.vision.config import VisionLanguageConfig
+from specjax.numerics.validation import check_integer
 from specjax.types import Array
 
 PATCHES = 256
-"""Rows of patches are padded to a multiple of it, so that images of similar sizes share a program."""
+"""Images are padded to a multiple of it, and of the patches in a block. So images of similar sizes share a program."""
 
 UNUSED = np.iinfo(np.int32).max
 """The place of a vector that no prompt has."""
@@ -38,25 +40,32 @@ class PromptPatches(NamedTuple):
 
 
 def grid_images(
-    config: VisionLanguageConfig, prompts: Sequence[Sequence[int]], entries: Sequence[PromptPatches | None], count: int
-) -> GridImages:
+    config: VisionLanguageConfig, prompts: Sequence[Sequence[int]], entries: Sequence[PromptPatches | None], count: int,
+    num_patches: int | None = None,
+) -> GridImages:  # fmt: skip
     """Return the images of prompts with placeholders, padded to `count` images per row.
 
-    Raises: UsageError for patches of another size, videos, and prompts with another number of placeholders than
-      vectors.
+    num_patches: the least number of patches per image of the result; None: those of the largest image.
+
+    Raises: UsageError for patches of another size, grids that are not made of blocks, videos, and prompts with another
+      number of placeholders than vectors.
     """
     tower = config.tower
     features, merge = tower.channels * tower.frames * tower.patch_size**2, tower.merge
     rows = [PromptPatches(np.zeros((0, features)), np.zeros((0, 3), int)) if x is None else x for x in entries]
     sizes = [np.asarray(entry.grids, int).reshape(-1, 3) for entry in rows]
     for row, (entry, grids) in enumerate(zip(rows, sizes, strict=True)):
-        if np.shape(entry.patches) != (int(grids.prod(1).sum()), features) or (grids[:, 0] != 1).any():
+        has_blocks = (grids[:, 0] == 1).all() and (grids[:, 1:] >= 1).all() and not (grids[:, 1:] % merge).any()
+        if np.shape(entry.patches) != (int(grids.prod(1).sum()), features) or not has_blocks:
             raise UsageError(
                 f"the patches of prompt {row} have the shape {list(np.shape(entry.patches))} for the grids "
-                f"{grids.tolist()}, which must be one frame each with {features} numbers per patch"
+                f"{grids.tolist()}, which must be one frame each with {features} numbers per patch, and rows and "
+                f"columns that are multiples of {merge}"
             )
     largest = max([1, *(int(grids.prod(1).max(initial=0)) for grids in sizes)])
-    num_patches = -(-largest // PATCHES) * PATCHES
+    check_integer("num_patches", num_patches, largest)
+    unit = math.lcm(PATCHES, merge**2)
+    num_patches = -(-(num_patches or largest) // unit) * unit
     per_image = num_patches // merge**2
     shape = len(rows), count
     patches = np.zeros((*shape, num_patches, features), np.float32)

@@ -42,6 +42,7 @@ def images(
     tiles: Sequence[PromptImages | PromptPatches | np.ndarray | None],
     *,
     num_tiles: int | None = None,
+    num_patches: int | None = None,
 ) -> Images | GridImages:
     """Return the `inputs` of a model that reads images, for prompts with placeholders.
 
@@ -51,6 +52,9 @@ def images(
         any size take `PromptPatches`, and each image counts as a tile.
       num_tiles: the tiles per row of the result, such as those of the largest request of a server. None: the most that
         a prompt has, rounded up to 1 or a multiple of UNIT.
+      num_patches: for models that read images of any size, the patches of each image of the result, such as those of
+        the largest image of a server. They are rounded up to a multiple of `grids.PATCHES`. None: those of the largest
+        image.
 
     Raises: UsageError for a model without images, tiles of another size, and prompts with another number of
       placeholders than vectors.
@@ -63,8 +67,10 @@ def images(
     if config.tower.merge:
         entries = [_as_patches(entry, row) for row, entry in enumerate(tiles)]
         return grid_images(
-            config, prompts, entries, _count(num_tiles, [len(x.grids) for x in entries if x is not None])
+            config, prompts, entries, _count(num_tiles, [len(x.grids) for x in entries if x is not None]), num_patches
         )
+    if num_patches is not None:
+        raise UsageError(f"{config.name} reads tiles of one size; leave num_patches out, or set num_tiles")
     rows = [_as_tiles(entry, shape, row) for row, entry in enumerate(tiles)]
     count = _count(num_tiles, [len(row.pixels) for row in rows])
     pixels = np.zeros((len(rows), count, *shape), np.float32)
@@ -113,6 +119,7 @@ def check_fit(config: VisionLanguageConfig, inputs: PyTree) -> None:
             f"inputs of {config.name} must be images; pass inputs=specjax.models.images(...), or leave inputs out"
         )
     if isinstance(inputs, GridImages):
+        _check_patches(config, inputs)
         return
     tower, num_tiles = config.tower, inputs.pixels.shape[1]
     shape, places = (tower.channels, tower.image_size, tower.image_size), num_tiles * config.vectors_per_tile
@@ -121,6 +128,18 @@ def check_fit(config: VisionLanguageConfig, inputs: PyTree) -> None:
             f"{config.name} reads images of {' x '.join(map(str, shape))} numbers as {config.vectors_per_tile} vectors "
             f"each, and these have {' x '.join(map(str, inputs.pixels.shape[2:]))} and "
             f"{inputs.places.shape[1] // num_tiles}; choose a draft model with the image tower of the target"
+        )
+
+
+def _check_patches(config: VisionLanguageConfig, inputs: GridImages) -> None:
+    """Check that patches have the size and the blocks that a tower reads. Raises: UsageError."""
+    tower, (_, images_per_row, num_patches, numbers) = config.tower, inputs.patches.shape
+    expected = tower.channels * tower.frames * tower.patch_size**2
+    if numbers != expected or inputs.places.shape[1] != images_per_row * (num_patches // tower.merge**2):
+        raise UsageError(
+            f"{config.name} reads patches of {expected} numbers in blocks of {tower.merge} x {tower.merge}, and these "
+            f"have {numbers} numbers and {images_per_row * num_patches // inputs.places.shape[1]} patches per block; "
+            "choose a draft model with the image tower of the target"
         )
 
 

@@ -51,10 +51,10 @@ class ImageProcessor(NamedTuple):
     def raw(self, text: str, pictures: Sequence[Picture]) -> tuple[list[int], Tiles | None]:
         """Return the ids and tiles of a text without a chat template.
 
-        The text has the placeholder once for each picture. If it has none, the pictures come before the text.
+        The text has the placeholder once for each picture. If it has none, the pictures come in a line before the text.
         """
         ids, name = self.tokenizer.encode(text), self.tokenizer.vocab[self.config.image_token]
-        if self.config.image_token not in ids:
+        if pictures and self.config.image_token not in ids:
             ids = self.tokenizer.encode(f"{name * len(pictures)}\n{text}")
         return self.expand(ids, pictures)
 
@@ -92,13 +92,20 @@ class ImageProcessor(NamedTuple):
                 f"the image processor of {self.config.name} fails ({shorten(first_line(error), QUOTED)}); check its "
                 "preprocessor_config.json"
             ) from error
+        if self.config.tower.merge and "image_grid_thw" not in result:
+            raise UsageError(
+                f"the image processor of {self.config.name} returns no image_grid_thw, so it is that of another model; "
+                "check its preprocessor_config.json"
+            )
         values = np.asarray(result["pixel_values"])
         if self.config.tower.merge:
             sizes = np.asarray(result["image_grid_thw"])
             return PromptPatches(values, sizes), [(int(rows), int(columns)) for _, rows, columns in sizes]
         if not is_split:
             return PromptImages(values), [(0, 0)] * len(pictures)
-        mask = np.asarray(result["pixel_attention_mask"])[0].astype(bool)
+        mask = None  # a processor that pads no image returns none
+        if "pixel_attention_mask" in result:
+            mask = np.asarray(result["pixel_attention_mask"])[0].astype(bool)
         grids = [(int(rows), int(columns)) for rows, columns in zip(result["rows"][0], result["cols"][0], strict=True)]
         return PromptImages(values[0], mask), grids
 

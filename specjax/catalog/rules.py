@@ -50,10 +50,11 @@ PRESETS: dict[str, tuple[str, ...]] = {
         "BiLD with the target's own samples: --tree bild:10 --verifier rollback:sample=yes --temperature 1",
     ),
     "lantern": (
-        "LANTERN as published: verifiers.lantern(nearest_1000, 0.1), with temperature=1.0",
-        "LANTERN's greedy mode: verifiers.lantern(nearest_1000, 0.1, sample=False), with temperature=1.0",
+        "LANTERN as published, with the 1,000 nearest codes of each code: verifiers.lantern(nearest, 0.1), with "
+        "temperature=1.0",
+        "LANTERN's greedy mode: verifiers.lantern(nearest, 0.1, sample=False), with temperature=1.0",
     ),
-    "lantern++": ("LANTERN++: verifiers.lantern(nearest_1000, 2.0, relative=True), with temperature=1.0",),
+    "lantern++": ("LANTERN++: verifiers.lantern(nearest, 2.0, relative=True), with temperature=1.0",),
     "grouped": ("GSD with up to 25 tokens in a cluster: verifiers.grouped(25, max_gap=0.15), with temperature=1.0",),
 }
 """Settings of lossy rules in papers and their code, and variants of them, as flags or as a call in Python."""

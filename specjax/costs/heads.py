@@ -20,7 +20,9 @@ TEXT = 128
 """Assumed length of the text in tokens. Attention costs grow with it in the head as in the target."""
 
 
-def of_head(target: Target, head: DraftHead, passes: int, platform: str | None = None) -> float:
+def of_head(
+    target: Target, head: DraftHead, passes: int, platform: str | None = None, cache: PyTree = None, rows: int = 1
+) -> float:
     """Estimate the cost of drafting a tree with `passes` passes of the head, including that of the root.
 
     The estimate is a rule of thumb: a pass over few tokens takes the time to read the weights of its products once. On
@@ -28,25 +30,26 @@ def of_head(target: Target, head: DraftHead, passes: int, platform: str | None =
 
     Args:
       platform: as in `estimated`.
+      cache: a cache of `rows` texts, for a target that has none without inputs. None: an empty one.
     """
     platform = platform or current_chip()
     shape = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
-    target, params = jax.tree.map(shape, (target, head.params))
-    one = lambda value: jnp.full((1, 1), value, jnp.int32)
+    target, params, given = jax.tree.map(shape, (target, head.params, cache))
+    one = lambda value: jnp.full((rows, 1), value, jnp.int32)
 
-    def first_level(target: Target, params: PyTree) -> Any:
-        cache = target.model.init_cache(target.params, None, 1, TEXT)
-        context = Context(jnp.zeros((1, TEXT), jnp.int32), jnp.full((1,), 2), cache=cache, target=target)
-        return head.head.start(params, head.head.init_memory(params, context, 1, TEXT), context, passes), context
+    def first_level(target: Target, params: PyTree, given: PyTree) -> Any:
+        cache = target.model.init_cache(target.params, None, rows, TEXT) if given is None else given
+        context = Context(jnp.zeros((rows, TEXT), jnp.int32), jnp.full((rows,), 2), cache=cache, target=target)
+        return head.head.start(params, head.head.init_memory(params, context, rows, TEXT), context, passes), context
 
-    def level(target: Target, params: PyTree) -> Any:
-        ((scratch, logits), context) = first_level(target, params)
-        drafted = DraftedNodes(one(0), one(1), jnp.int32(1), one(0), jnp.zeros((1, 1, passes), bool))
+    def level(target: Target, params: PyTree, given: PyTree) -> Any:
+        ((scratch, logits), context) = first_level(target, params, given)
+        drafted = DraftedNodes(one(0), one(1), jnp.int32(1), one(0), jnp.zeros((rows, 1, passes), bool))
         return head.head.follow(params, scratch, drafted, context), logits
 
     def count(function: Callable[..., Any]) -> float:
         """Count the bytes of weights that a function reads, except for unused outputs such as logits."""
-        jaxpr = jax.make_jaxpr(function)(target, params).jaxpr
+        jaxpr = jax.make_jaxpr(function)(target, params, given).jaxpr
         jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
         # A head that runs some target layers skips the other layers with conditionals: count the smaller branch.
         return bytes_read(jaxpr, min if num_layers_run else max, num_chosen)

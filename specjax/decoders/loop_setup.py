@@ -53,7 +53,7 @@ def init_loop(
     capacity = capacity if longest is None else min(capacity, longest)
     tokens, lengths = pack(prompts, count, room, capacity, model.vocab_size)
     settings.check_batch(len(tokens))
-    check_inputs(target, inputs, len(tokens))
+    check_inputs(target, inputs, tokens, lengths, count)
     usable = find_usable(settings, prompts, len(tokens), count, capacity, model.vocab_size)
     usable = jnp.ones((len(tokens),), bool) if usable is None else usable
     stop, keys = lengths + jnp.where(usable, count, 0), row_keys(key, len(tokens))

@@ -17,6 +17,7 @@ from specjax.engine.job import LOGPROBS, Job, Keep, Parts
 from specjax.engine.packing import Prompts, check_new_tokens, check_source, find_usable_rows, pack
 from specjax.engine.step import LOOP
 from specjax.errors import UsageError
+from specjax.numerics.global_arrays import gather
 from specjax.numerics.sampling import fold_in, row_keys
 from specjax.numerics.validation import MAX_NODES, check_range
 from specjax.types import Array, Controller, Drafter, Draws, Processor, PyTree, Sampling, Source, Target, VerifyFn
@@ -206,7 +207,7 @@ def prepare(
         keep=Keep(logprobs=settings.logprobs, violations=settings.debug),
         processors=tuple(settings.processors),
     )
-    check_inputs(target, inputs, len(tokens))
+    check_inputs(target, inputs, tokens, lengths, count)
     keys = sample_keys(key, tokens.shape[0], samples)
     stop = repeat_per_sample(lengths, samples) + count
     return Job(parts, tokens, lengths, keys, stop, inputs, samples, usable)
@@ -297,9 +298,9 @@ def check_pair(target: Target, drafter: Drafter) -> None:
         )
 
 
-def check_inputs(target: Target, inputs: PyTree, batch: int) -> None:
-    """Check that the inputs of the model are present, with one entry per prompt. Raises: UsageError."""
-    name = target.model.name
+def check_inputs(target: Target, inputs: PyTree, tokens: Array, lengths: Array, max_new_tokens: int) -> None:
+    """Check that the inputs of the model are present, with one entry per prompt, and fit. Raises: UsageError."""
+    name, batch = target.model.name, len(tokens)
     capabilities = target.model.capabilities
     if capabilities.inputs and capabilities.needs_inputs and inputs is None:
         raise UsageError(f"the model {name} needs inputs in addition to tokens; pass inputs=, one per prompt")
@@ -308,3 +309,26 @@ def check_inputs(target: Target, inputs: PyTree, batch: int) -> None:
             raise UsageError(f"inputs must have one entry per prompt, {batch}, but one has the shape {jnp.shape(leaf)}")
     if isinstance(inputs, Source):
         check_source(inputs, target.model.vocab_size)
+    elif inputs is None:
+        check_placeholders(capabilities.placeholder, tokens, lengths)
+    elif target.model.check_inputs is not None and not _is_traced(inputs):
+        target.model.check_inputs(inputs, max_new_tokens)
+
+
+def check_placeholders(placeholder: int | None, tokens: Any, lengths: Any) -> None:
+    """Check that prompts int[B, P] of `lengths` int[B] tokens have no placeholder, if there are no inputs for it.
+
+    Traced values pass. Raises: UsageError.
+    """
+    if placeholder is None or _is_traced((tokens, lengths)):
+        return
+    tokens, lengths = gather((tokens, lengths))
+    for row, place in np.argwhere((tokens == placeholder) & (np.arange(tokens.shape[1]) < lengths[:, None]))[:1]:
+        raise UsageError(
+            f"prompt {row} has the placeholder {placeholder} of an image at place {place}, but there are no images; "
+            "pass inputs=specjax.models.images(...), or remove the placeholder"
+        )
+
+
+def _is_traced(tree: PyTree) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))

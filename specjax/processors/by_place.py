@@ -32,10 +32,7 @@ def by_place(sets: Sequence[Iterable[int]], places: Sequence[int]) -> Processor:
 
     Raises: UsageError for an empty set, an invalid id, no places, or a place without a set.
     """
-    ids = [np.asarray([*tokens]).reshape(-1) for tokens in sets]
-    for number, tokens in enumerate(ids):
-        if not tokens.size or tokens.dtype.kind not in "iu" or np.any((tokens < 0) | (tokens >= 1 << 31)):
-            raise UsageError(f"set {number} must be one or more token ids from 0, not {tokens.tolist()}")
+    ids = [_ids_of_set(number, tokens) for number, tokens in enumerate(sets)]
     set_of = np.asarray(places)
     if (
         set_of.ndim != 1
@@ -51,11 +48,24 @@ def by_place(sets: Sequence[Iterable[int]], places: Sequence[int]) -> Processor:
     return Processor(process=_process, init=_init, update=_update, check=_check, by_row=True, params=params)
 
 
+def _ids_of_set(number: int, tokens: Iterable[int]) -> np.ndarray:
+    """Return the ids of a set. Raises: UsageError for an empty set, and for entries that are no ids."""
+    try:
+        ids = np.asarray([*tokens])
+    except (TypeError, ValueError):  # a number, or lists of different lengths
+        ids = np.zeros(0)
+    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu" or np.any((ids < 0) | (ids >= 1 << 31)):
+        raise UsageError(f"set {number} must be one or more token ids from 0, not {tokens!r}")
+    return ids
+
+
 def forced_tokens(processor: Processor) -> tuple[int, ...]:
     """Return the token that a processor of `by_place` forces at each place, or -1 at places with a choice.
 
-    `jacobi(forced=...)` drafts these tokens.
+    `jacobi(forced=...)` drafts these tokens. Raises: UsageError for another processor.
     """
+    if not isinstance(processor.params, AllowedSets):
+        raise UsageError("only processors of by_place force tokens by place; give the result of by_place(...)")
     sets = np.asarray(processor.params.is_allowed)
     single = np.where(sets.sum(1) == 1, sets.argmax(1), -1)
     return tuple(single[np.asarray(processor.params.set_of)].tolist())

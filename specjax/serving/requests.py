@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.engine.packing import check_source
-from specjax.engine.prepare import EOS_PADDING, EOS_UNIT, Settings
+from specjax.engine.prepare import EOS_PADDING, EOS_UNIT, Settings, check_placeholders
 from specjax.errors import UsageError
 from specjax.processors.automaton import Automaton
 from specjax.serving.automata import check_room, num_pieces
 from specjax.serving.detokenizer import Detokenizer, TextDecoder
-from specjax.types import Array, Processor, PyTree, Sampling, Source
+from specjax.types import Array, Model, Processor, PyTree, Sampling, Source
 
 AHEAD = 64
 """Maximum number of items that `arrivals` reads ahead from its source."""
@@ -73,6 +73,7 @@ class Limits(NamedTuple):
     max_alternatives: int | None = None  # None: requests have no logprobs
     constraint_mib: float = 0.0  # room for the automata of all running requests; 0: requests have none
     can_score: bool = False  # True if requests may have `scores_prompt`
+    model: Model | None = None  # the model of the target, which checks the inputs of a request
 
     @property
     def num_eos(self) -> int:
@@ -166,6 +167,10 @@ def check_request(request: Request, limits: Limits) -> int:
         raise UsageError("its inputs do not have the structure, shapes and dtypes of the inputs of serve")
     if isinstance(request.inputs, Source):
         check_source(jax.tree.map(lambda x: np.asarray(x)[None], request.inputs), vocab)
+    elif limits.model is not None and request.inputs is None:
+        check_placeholders(limits.model.capabilities.placeholder, prompt[None], np.array([prompt.size]))
+    elif limits.model is not None and limits.model.check_inputs is not None:
+        limits.model.check_inputs(jax.tree.map(lambda x: jnp.asarray(x)[None], request.inputs), count)
     if request.scores_prompt and not limits.can_score:
         raise UsageError("its scores_prompt needs max_alternatives of serve, and a model with `unembed`")
     if request.scores_prompt and request.alternatives is None:

@@ -52,6 +52,8 @@ def test_allowed_tokens_by_place():
     for new, allowed in (((), [2, 3, 4]), ((2,), [6]), ((2, 6), [2, 3, 4]), ((2, 6, 3), range(VOCAB))):
         assert np.flatnonzero(np.isfinite(after(layout, new))).tolist() == list(allowed)
     assert processors.forced_tokens(layout) == (-1, 6, -1)
+    with pytest.raises(UsageError, match="give the result of by_place"):
+        processors.forced_tokens(processors.ban([6]))
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,8 @@ def test_settings_that_change_nothing(processor):
         (lambda: processors.bad_words([[1], []]), "a bad word has no tokens; leave it out"),
         (lambda: processors.bad_words([[1, -2]]), "a bad word needs token ids, not -2"),
         (lambda: processors.by_place([[1], []], [0]), "set 1 must be one or more token ids from 0"),
+        (lambda: processors.by_place([3], [0]), "set 0 must be one or more token ids from 0, not 3"),
+        (lambda: processors.by_place([[1, [2]]], [0]), "set 0 must be one or more token ids from 0"),
         (lambda: processors.by_place([[1]], [0, 1]), "places must be a list of numbers of the 1 sets"),
     ],
 )

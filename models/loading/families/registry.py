@@ -59,12 +59,16 @@ REFUSED = {
 
 
 def by_config(config: Config) -> ModuleType:
-    """Return the family of a loaded model."""
+    """Return the family of a loaded model. Raises: UsageError for a model that has no config.json."""
     if isinstance(config, HybridConfig):
         return next(family for family in HYBRIDS if config.model_type in family.MODEL_TYPES)
     if isinstance(config, VisionLanguageConfig):
         return next(family for family in VISION if config.model_type in family.HF_TYPES)
-    families = {LlamaConfig: llama, Gemma3Config: gemma3, T5Config: t5, BartConfig: bart, WhisperConfig: whisper}
+    families: dict[type, ModuleType] = {
+        LlamaConfig: llama, Gemma3Config: gemma3, T5Config: t5, BartConfig: bart, WhisperConfig: whisper,
+    }  # fmt: skip
+    if type(config) not in families:
+        raise UsageError(f"no config.json can describe {config.name}, which has a format of its own; keep its files")
     return families[type(config)]
 
 

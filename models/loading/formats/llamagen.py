@@ -80,4 +80,6 @@ def _halves(rows: np.ndarray, head_dim: int) -> np.ndarray:
 def _array(tensors: Mapping[str, Any], name: str) -> np.ndarray:
     if name not in tensors:
         raise UsageError(f"{name} is not in the checkpoint; give the tensors of a class-conditional LlamaGen model")
-    return np.asarray(tensors[name], np.float32)
+    tensor = tensors[name]
+    # NumPy has no bfloat16 of PyTorch, and reads no parameter that has a gradient.
+    return np.asarray(tensor.detach().float() if hasattr(tensor, "detach") else tensor, np.float32)

@@ -114,6 +114,8 @@ class RunOptions:
         require(all(self.stop_string or ()), "--stop-string is empty; give a text")
         o.check_minimum("--batch-size", self.batch_size, 1)
         require(self.show in ("text", "order"), f'--show must be text or order, not "{self.show}"')
+        for file in self.image or ():
+            require(file.exists(), f"--image: there is no file {file}; check the path")
 
 
 class GenerateFlags(NamedTuple):
@@ -227,6 +229,11 @@ def _draft(flags: GenerateFlags) -> None:
         source = source._replace(raw=True)  # such models have no chats
     pictures = _open_pictures(run.image, flags.models.target, session)
     rows, bad = source.encode(lines, session, flags.sampling.max_new_tokens, pictures)
+    placeholder = session.target.model.capabilities.placeholder
+    require(
+        pictures is not None or not any(placeholder in row.ids for row in rows),
+        f"a prompt has the placeholder {placeholder} of an image; add --image FILE, or remove the placeholder",
+    )
     if has_encoder:
         rows = as_sources(rows, session.target.model.config.text_start)
     compressed = None

@@ -237,7 +237,7 @@ def _show_rules(rows: list[dict[str, Any]], out: Console, section: str) -> None:
     calls = [f"{name}:{upper_names(options)}" for name, options in (PARAMETERS | OF_FILES).items()]
     with_arrays = ", ".join(row["name"] for row in rows if row["takes_arrays"])
     out.print(f"With parameters, in this order or by name (typical:delta=0.4): {', '.join(calls)}.", style="dim")
-    out.print(f"Not for --verifier, since they take arrays: {with_arrays}. See specjax.verifiers.", style="dim")
+    out.print(f"In Python only, where they take arrays (specjax.verifiers): {with_arrays}.", style="dim")
     for preset in (preset for row in rows for preset in row["presets"]):
         out.print(preset, style="dim", soft_wrap=True)
 

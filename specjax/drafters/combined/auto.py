@@ -374,8 +374,13 @@ def _propose_with_head(
 
 
 def _for_branches(context: Context) -> Context:
-    """Return the context without the target, which branches would get as arguments, and without its placeholders."""
-    return context._replace(cache=None, target=None, tokens=copyable_tokens(context))
+    """Return the context without the target, which branches would get as arguments, and without its placeholders.
+
+    The last token stays as it is, because it is the root of the tree.
+    """
+    is_last = jnp.arange(context.tokens.shape[1]) == context.length[:, None] - 1
+    tokens = jnp.where(is_last, context.tokens, copyable_tokens(context))
+    return context._replace(cache=None, target=None, tokens=tokens)
 
 
 def _cost(config: Config, context: Context, params: Params) -> float:
@@ -384,7 +389,11 @@ def _cost(config: Config, context: Context, params: Params) -> float:
     drafting = config.head_cost
     if drafting is None:
         head = DraftHead(config.head, params.head)
-        drafting = costs_of.of_head(context.target, head, config.builder.levels, config.platform)
+        capabilities = context.target.model.capabilities
+        # Such a target has no cache without its inputs.
+        cache = context.cache if capabilities.inputs and capabilities.needs_inputs else None
+        rows = 1 if cache is None else len(context.length)
+        drafting = costs_of.of_head(context.target, head, config.builder.levels, config.platform, cache, rows)
     return min(config.draft_cost, DRAFTING) + drafting  # the nodes are merged and ranked again
 
 

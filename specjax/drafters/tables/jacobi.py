@@ -25,6 +25,7 @@ allows no other token there (`processors.by_place`) accepts it with probability 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -66,15 +67,14 @@ class JacobiState(NamedTuple):
     prompt_length: Array  # int32[B]
 
 
-@functools.cache
 def jacobi(
     vocab_size: int,
     *,
     window: int = 15,
     initial: Initial = "random",
-    ids: tuple[int, int] | None = None,
+    ids: Sequence[int] | None = None,
     stride: int = 1,
-    forced: tuple[int, ...] = (),
+    forced: Sequence[int] = (),
 ) -> Drafter:
     """Draft a chain of `window` tokens from the distributions that the last target pass computed for their positions.
 
@@ -87,7 +87,7 @@ def jacobi(
     State: JacobiState, window x V floats per row.
     Raises: UsageError for a setting out of range.
     """
-    first, end = ids or (0, vocab_size)
+    first, end = (0, vocab_size) if ids is None else ids
     if window < 1:
         raise UsageError(f"window must be at least 1, not {window}; use the drafter autoregressive for plain decoding")
     if initial not in ("random", "repeat", "sample"):
@@ -96,9 +96,16 @@ def jacobi(
         raise UsageError(f"ids must be a range within 0 to {vocab_size}, not {first} to {end}")
     if stride < 1 or (stride > 1 and initial != "repeat"):
         raise UsageError(f'stride must be at least 1, and 1 unless initial is "repeat"; it is {stride}')
-
-    if any(not -1 <= token < vocab_size for token in forced):
+    if any(token != int(token) or not -1 <= token < vocab_size for token in forced):
         raise UsageError(f"forced must be token ids below {vocab_size}, or -1 for a place with a choice, not {forced}")
+    return _functions(vocab_size, window, initial, int(first), int(end), stride, tuple(map(int, forced)))
+
+
+@functools.cache  # equal settings give the same drafter, so that nothing is recompiled
+def _functions(
+    vocab_size: int, window: int, initial: Initial, first: int, end: int, stride: int, forced: tuple[int, ...]
+) -> Drafter:
+    """Return the drafter of checked settings."""
 
     def init(params, context: Context) -> JacobiState:
         batch = context.tokens.shape[0]

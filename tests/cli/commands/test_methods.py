@@ -92,7 +92,9 @@ def test_rules_say_their_parameters(cli, monkeypatch):
     out = " ".join(cli("methods", "--rules").out.split())
     assert "rapid:ETA,ALPHA,RESIDUAL,SAMPLE, judge:FILE,THRESHOLD." in out
     assert "multipath_block:PATHS, typical:EPSILON,DELTA, rollback:ALPHA,SAMPLE,KEEP_ARGMAX" in out
-    assert "since they take arrays: lantern, lantern++, grouped, grouped_static" in out
+    assert (
+        "In Python only, where they take arrays (specjax.verifiers): lantern, lantern++, grouped, grouped_static" in out
+    )
 
 
 def test_presets_of_lossy_rules(cli, refused, monkeypatch):
@@ -113,7 +115,7 @@ def test_presets_of_lossy_rules(cli, refused, monkeypatch):
             assert "the models are loaded" in refused("generate", "x", "--draft", "draft", *setting.split()), preset
         else:
             call, nearest = setting.partition(", with")[0], np.zeros((3, 2), np.int32)
-            assert eval(call, {"verifiers": verifiers, "nearest_1000": nearest}).guarantee == "lossy"
+            assert eval(call, {"verifiers": verifiers, "nearest": nearest}).guarantee == "lossy"
 
 
 def test_rules_and_how_far_the_lossy_ones_are_from_the_target(cli, monkeypatch):

@@ -199,6 +199,10 @@ def test_initial_tokens_and_their_distributions():
     assert greedy.tokens[0].tolist() == [1, 5, 6, 7, 4]
 
 
+def test_lists_are_accepted_and_equal_settings_give_one_drafter():
+    assert jacobi(5, ids=[0, 3], forced=[-1, 4]) is jacobi(5, ids=(0, 3), forced=(-1, np.int32(4)))
+
+
 def test_usage_errors():
     for options, message in [
         ({"window": 0}, "window must be at least 1"),
@@ -206,6 +210,7 @@ def test_usage_errors():
         ({"ids": (5, 5)}, "ids must be a range within 0 to 5"),
         ({"stride": 2}, "stride must be"),
         ({"forced": (0, 5)}, "forced must be token ids below 5"),
+        ({"forced": (0, 1.5)}, "forced must be token ids below 5"),
     ]:
         with pytest.raises(UsageError, match=message):
             jacobi(5, **options)

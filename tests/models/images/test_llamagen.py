@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import UsageError, decode
+from specjax import UsageError, decode, save_model
 from specjax.drafters import autoregressive, jacobi
 from specjax.models import guided, read_llamagen, unconditional
 
@@ -119,6 +119,18 @@ def test_guided_images_are_those_of_the_oracle(drafter):
     )  # fmt: skip
     assert result.to_lists() == [their_image(1, SCALE), their_image(4, SCALE)]
     assert target().model.config.unconditional_class == NONE
+
+
+def test_tensors_of_other_dtypes(tmp_path):
+    """Parameters and bfloat16 are read. A config.json cannot describe the model."""
+    other = {name: torch.nn.Parameter(x.bfloat16()) for name, x in tensors().items()}
+    rounded = {name: x.bfloat16().float() for name, x in tensors().items()}
+    jax.tree.map(
+        np.testing.assert_array_equal, read_llamagen(other, HEADS, grid=GRID).params,
+        read_llamagen(rounded, HEADS, grid=GRID).params,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match=r"no config\.json can describe llamagen"):
+        save_model(tmp_path, target())
 
 
 def test_other_checkpoints_are_refused():

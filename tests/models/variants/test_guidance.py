@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from heads import tiny_head
 from tiers import those
 from toy import chi_square, tiny_llama, tiny_llama_alike
 
 import specjax
 from specjax import UsageError, decode, trees
-from specjax.drafters import autoregressive, jacobi, prompt_lookup, token_recycling, two_model
+from specjax.drafters import auto, autoregressive, jacobi, prompt_lookup, token_recycling, two_model
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.run import start, step
 from specjax.models import guided, unconditional
@@ -107,11 +108,15 @@ METHODS = {
 }
 
 
+METHODS["head"] = lambda: auto(64, head=tiny_head("eagle3", tiny_llama()), widths=(1, 4), costs=(1.0, 1.0))
+"""A draft head reads the hidden states of the conditional rows."""
+
+
 def greedy(drafter, of=None, **options):
     return decode(of or target(), drafter, PROMPTS, key=0, max_new_tokens=12, inputs=unconditional(EMPTY), **options)
 
 
-@pytest.mark.parametrize("name", those({"Jacobi", "guided draft model"}, list(METHODS)))
+@pytest.mark.parametrize("name", those({"Jacobi", "guided draft model", "head"}, list(METHODS)))
 def test_greedy_texts_are_those_of_two_passes(name):
     assert greedy(METHODS[name]()).to_lists() == plain()
 
@@ -244,19 +249,42 @@ def test_equal_targets_share_a_model():
 
 
 def test_what_it_refuses():
-    for prompts in ([], [[]], [3], ["a"], [[1.5]]):
+    for prompts in ([], [[]], [3], ["a"], [[1.5]], [[[1], [2, 3]]], None):
         with pytest.raises(UsageError, match="at least one token"):
             unconditional(prompts)
-    with pytest.raises(UsageError, match="length must be at least 2, the longest unconditional prompt, not 1"):
+    with pytest.raises(UsageError, match="length must be a whole number of at least 2, not 1"):
         unconditional([[3, 4]], length=1)
     with pytest.raises(UsageError, match="scale must be at least 0 and finite, not -1"):
         guided(tiny_llama(), -1)
+    with pytest.raises(UsageError, match="end must be a whole number of at least first, not 1"):
+        guided(tiny_llama(), 2.0, first=3, end=1)
     with pytest.raises(UsageError, match="cannot be guided"):
         guided(target(), 2.0)
     with pytest.raises(UsageError, match="scale must be one number or one per prompt, 2"):
         decode(target(), autoregressive(), PROMPTS[:2], key=0, max_new_tokens=2, inputs=unconditional(EMPTY[:2]))
+    with pytest.raises(UsageError, match="unconditional prompt 1 has the token 64, outside of the model's vocabulary"):
+        decode(target(2.0), autoregressive(), PROMPTS[:2], key=0, max_new_tokens=2, inputs=unconditional([[1], [64]]))
     with pytest.raises(UsageError, match="needs inputs"):
         decode(target(), autoregressive(), PROMPTS, key=0, max_new_tokens=2)
+
+
+def test_unconditional_prompts_fit_the_positions_of_the_model():
+    """A prompt and its unconditional prompt have the same limit. `serve` refuses longer ones alone."""
+    of = guided(tiny_llama(max_positions=64), 2.0)
+    longest, longer = list(range(60)), list(range(61))
+    decode(of, autoregressive(), [[3]], key=0, max_new_tokens=4, inputs=unconditional([longest]))
+    with pytest.raises(UsageError, match="unconditional prompt 0 has 61 tokens and max_new_tokens is 4, more than the"):
+        decode(of, autoregressive(), [[3]], key=0, max_new_tokens=4, inputs=unconditional([longer]))
+    inputs = [jax.tree.map(lambda x: x[0], unconditional([prompt], length=64)) for prompt in (longer, longest)]
+    requests = [specjax.Request([3], 0, inputs=entry) for entry in inputs]
+    ends = {}
+    for served in specjax.serve(
+        of, "autoregressive", requests, slots=1, longest_prompt=8, max_new_tokens=4, inputs=inputs[0]
+    ):
+        if served.finish_reason is not None:
+            ends[served.request] = served.finish_reason, served.error
+    assert ends[0][0] == "refused" and "more than the 64 positions" in ends[0][1]
+    assert ends[1] == ("length", None)
 
 
 def test_a_step_does_not_copy_the_cache():

@@ -1,7 +1,9 @@
 """Qwen2-VL beside `transformers`: images of any size, and positions on three axes."""
 
+import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 from image_models import IMAGE, TEXT, logits_in_chunks, sharpen, write_tokenizer
@@ -111,9 +113,66 @@ def test_what_it_refuses(qwen):
     _, target, _ = qwen
     with pytest.raises(UsageError, match=r"prompt 0 has 5 placeholders .* and images of \[6, 4\] vectors"):
         images(target, [[IMAGE] * 5], TILES[:1])
+    for grid in ([[1, 3, 2]], [[1, 1, 2]], [[1, 2, 0]]):
+        half = PromptPatches(np.zeros((np.prod(grid), FEATURES), np.float32), np.array(grid))
+        with pytest.raises(UsageError, match="rows and columns that are multiples of 2"):
+            images(target, [[IMAGE]], [half])
     video = PromptPatches(np.zeros((8, FEATURES), np.float32), np.array([[2, 2, 2]]))
     with pytest.raises(UsageError, match="must be one frame each with 96 numbers per patch"):
         images(target, [[IMAGE] * 2], [video])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"patch_size": 8}, "reads patches of 384 numbers in blocks of 2 x 2, and these have 96 numbers"),
+        ({"merge": 3}, "in blocks of 3 x 3, and these have 96 numbers and 4 patches per block"),
+    ],
+)
+def test_a_draft_model_with_another_tower_is_refused(qwen, changes, message):
+    _, target, _ = qwen
+    config = target.model.config
+    other = dataclasses.replace(config, tower=dataclasses.replace(config.tower, **changes))
+    draft = specjax.Target(specjax.models.make_model(other), specjax.models.init_params(other, jax.random.key(0)))
+    with pytest.raises(UsageError, match=message):
+        specjax.decode(target, draft, PROMPTS, key=0, inputs=images(target, PROMPTS, TILES), max_new_tokens=2)
+
+
+def test_a_row_without_images_has_the_text_that_it_has_alone(qwen):
+    """Its rotary positions are its places. Prompts may also be all images, side by side."""
+    _, target, _ = qwen
+    prompts = [[5, 6, 7, 8], PROMPTS[0], [*[IMAGE] * 10]]
+    inputs = images(target, prompts, [None, TILES[0], TILES[0]])
+    rows = specjax.decode(target, "auto", prompts, key=0, inputs=inputs, max_new_tokens=10).to_lists()
+    alone = specjax.decode(target, "autoregressive", prompts[:1], key=0, max_new_tokens=10).to_lists()
+    assert rows[0] == alone[0]
+    for row in (1, 2):
+        one = images(target, [prompts[row]], [TILES[0]])
+        text = specjax.decode(target, "autoregressive", [prompts[row]], key=0, inputs=one, max_new_tokens=10)
+        assert rows[row] == text.to_lists()[0]
+
+
+def test_a_server_reads_images_of_several_sizes(qwen):
+    """An image of 272 patches needs more room than those of the other request."""
+    _, target, _ = qwen
+    large = patches_of([[1, 4, 68]], 5)
+    prompts, tiles = [PROMPTS[0], [5, *[IMAGE] * 68, 6]], [TILES[0], large]
+    of_one = lambda prompt, entry: images(target, [prompt], [entry], num_tiles=2, num_patches=272)
+    requests = [
+        specjax.Request(prompt, 0, inputs=jax.tree.map(lambda x: x[0], of_one(prompt, entry)))
+        for prompt, entry in zip(prompts, tiles, strict=True)
+    ]
+    texts = {0: [], 1: []}
+    for served in specjax.serve(
+        target, "suffix", requests, slots=2, longest_prompt=80, max_new_tokens=8, inputs=requests[0].inputs
+    ):
+        assert served.error is None
+        texts[served.request] += served.tokens
+    inputs = images(target, prompts, tiles)
+    plain = specjax.decode(target, "autoregressive", prompts, key=0, inputs=inputs, max_new_tokens=8)
+    assert list(texts.values()) == plain.to_lists()
+    with pytest.raises(UsageError, match="num_patches must be a whole number of at least 272"):
+        images(target, prompts[1:], [large], num_patches=256)
 
 
 def test_images_on_the_command_line(qwen, tmp_path, capsys):
@@ -132,6 +191,11 @@ def test_images_on_the_command_line(qwen, tmp_path, capsys):
         main(["generate", "w5", *flags, "--max-new-tokens", "8"])
     document = json.loads(capsys.readouterr().out)
     copy, tokenizer = specjax.load(str(tmp_path))
+    settings = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 8}, "crop_size": 8}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UsageError, match="returns no image_grid_thw, so it is that of another model"):
+        load_image_processor(tmp_path / "other", copy, tokenizer).chat("w5", [tmp_path / "wide.png"])
     ids, tiles = load_image_processor(tmp_path, copy, tokenizer).chat("w5", [tmp_path / "wide.png"])
     assert ids.count(IMAGE) == tiles.grids.prod() // 4
     plain = specjax.decode(copy, "autoregressive", [ids], key=0, inputs=images(copy, [ids], [tiles]), max_new_tokens=8)

@@ -176,6 +176,30 @@ def drafts_of(target, drafter, prompt):
     return np.asarray(tree.tokens[0])[np.asarray(tree.valid[0])][1:].tolist()
 
 
+def test_auto_copies_no_placeholders(smolvlm):
+    """Its copies end before placeholders. Before the first pass it drafts nothing else."""
+    drafter = specjax.drafters.auto(71, widths=(1, 8, 16), costs=(1.0, 1.0, 1.0))
+    drafts = functools.partial(drafts_of, smolvlm, drafter)
+    assert IMAGE not in drafts([5, 6, *[IMAGE] * VECTORS])
+    assert {7, 8} <= set(drafts([5, 6, 7, 8, 5, 6]))
+    copied = drafts([5, 6, 7, IMAGE, IMAGE, 8, 5, 6])
+    assert 7 in copied and IMAGE not in copied
+
+
+@pytest.mark.parametrize("costs", [(1.0, 1.0), (1.0, 9.0)])
+def test_prompts_that_end_with_an_image(smolvlm, costs):
+    """The last placeholder is the root of the first tree, also if `auto` drafts nothing."""
+    prompts, tiles = [[5, 6, *[IMAGE] * VECTORS], [*[IMAGE] * 2 * VECTORS]], [random_tiles(1), random_tiles(2)]
+    inputs, options = images(smolvlm, prompts, tiles), {"key": 0, "max_new_tokens": 8}
+    plain = specjax.decode(smolvlm, "autoregressive", prompts, inputs=inputs, **options)
+    auto = specjax.drafters.auto(71, widths=(1, 8), costs=costs)
+    ours = specjax.decode(smolvlm, auto, prompts, inputs=inputs, **options)
+    assert ours.to_lists() == plain.to_lists()
+    context = Context(jnp.array([prompts[0]]), jnp.array([len(prompts[0])]), target=smolvlm)
+    tree, _ = auto.propose((), jax.random.key(0)[None], auto.init((), context), context, jnp.array([7]))
+    assert int(tree.tokens[0, 0]) == IMAGE and bool(tree.valid[0, 0])
+
+
 def test_lookups_never_copy_placeholders(smolvlm):
     """A run of placeholders matches nothing, and a copied chain ends before the first one. Text is still copied."""
     from specjax.drafters import prompt_lookup, suffix
@@ -196,6 +220,12 @@ def test_what_it_refuses(smolvlm):
         images(smolvlm, PROMPTS, TILES, num_tiles=2)
     with pytest.raises(UsageError, match="tiles for 1 prompts, but 2 prompts"):
         images(smolvlm, PROMPTS, TILES[:1])
+    with pytest.raises(UsageError, match=r"prompt 1 has the placeholder 59 of an image at place 1, but there are no"):
+        specjax.decode(smolvlm, "prompt_lookup", [[5], PROMPTS[1]], key=0, max_new_tokens=2)
+    [served] = specjax.serve(
+        smolvlm, "prompt_lookup", [specjax.Request(PROMPTS[1], 0)], slots=1, longest_prompt=64, max_new_tokens=2
+    )
+    assert served.finish_reason == "refused" and "the placeholder 59 of an image" in served.error
     with pytest.raises(UsageError, match=r"must be images; pass inputs=specjax.models.images"):
         specjax.decode(smolvlm, "prompt_lookup", [[5]], key=0, inputs=jnp.ones((1, 2)), max_new_tokens=2)
     with pytest.raises(UsageError, match=r"model with images .* does not support same_bits yet"):

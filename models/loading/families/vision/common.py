@@ -45,6 +45,20 @@ def activation(hf: ConfigFields, name: str, default: str) -> Activation:
     return ACTIVATIONS[value]
 
 
+def image_token(hf: ConfigFields, default: int, text: DecoderConfig) -> int:
+    """Return the placeholder of image vectors. Raises: UsageError if it is not in the vocabulary of the text model."""
+    hf.skip("image_token_id")  # files of other versions have `image_token_index`
+    name = "image_token_index" if hf.has("image_token_index") else "image_token_id"
+    token = hf.size(name, default, minimum=0, maximum=ROWS)
+    if token >= text.vocab_size:
+        stated = f"has {name} {token}" if hf.has(name) else f"lacks {name}, whose default is {default}"
+        raise UsageError(
+            f"{hf.where} {stated}, outside of the vocabulary of {text.vocab_size}; add the id of the token that stands "
+            "for images"
+        )
+    return token
+
+
 def tower_sizes(hf: ConfigFields, **parts: Any) -> TowerSizes:
     """Return the shapes of a tower from the fields of a vision_config. `parts` are those that differ by family."""
     hf.skip(*OF_OTHER_FAMILIES)

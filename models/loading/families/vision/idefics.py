@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from specjax.errors import UsageError
-from specjax.models.loading.families.config_fields import ROWS, ConfigFields
+from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.vision import common
 from specjax.models.loading.tensors.assembly import StoredTensor
 from specjax.models.vision.config import ConnectorSizes, VisionLanguageConfig
@@ -26,7 +26,7 @@ def config_from_hf(hf: ConfigFields, **options) -> VisionLanguageConfig:
 
     `options`: dtype, cache_dtype, name, and those of `storage_options`.
     """
-    text, text_type = common.text_config(hf, {"rms_norm_eps": 1e-5}, **options)
+    text, text_type = common.text_config(hf, {}, **options)
     tower = common.tower_sizes(hf.subfields("vision_config").with_defaults(TOWER_FIELDS))
     scale = hf.size("scale_factor", 2)
     if tower.side % scale:
@@ -40,7 +40,7 @@ def config_from_hf(hf: ConfigFields, **options) -> VisionLanguageConfig:
         text,
         tower=tower,
         connector=ConnectorSizes(shuffle=scale, bias=False),
-        image_token=hf.size("image_token_id", 128_257, minimum=0, maximum=ROWS),
+        image_token=common.image_token(hf, 128_257, text),
         model_type=hf.text("model_type"),
         text_type=text_type,
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from specjax.errors import UsageError
 from specjax.files.untrusted import quote
-from specjax.models.loading.families.config_fields import ROWS, ConfigFields
+from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.vision import common
 from specjax.models.loading.tensors.assembly import StoredTensor
 from specjax.models.vision.config import ConnectorSizes, VisionLanguageConfig
@@ -55,13 +55,12 @@ def config_from_hf(hf: ConfigFields, **options) -> VisionLanguageConfig:
         activation=common.activation(hf, "projector_hidden_act", "gelu"),
         bias=hf.flag("multimodal_projector_bias", True),
     )
-    token = "image_token_index" if hf.has("image_token_index") else "image_token_id"
-    hf.skip("image_seq_length", "image_token_id")
+    hf.skip("image_seq_length")
     return VisionLanguageConfig.around(
         dataclasses.replace(text, tied=text.tied or hf.flag("tie_word_embeddings")),
         tower=tower,
         connector=connector,
-        image_token=hf.size(token, 32_000, minimum=0, maximum=ROWS),
+        image_token=common.image_token(hf, 32_000, text),
         model_type="llava",
         text_type=text_type,
     )

@@ -9,7 +9,7 @@ from typing import Any
 from specjax.errors import UsageError
 from specjax.models.decoder import DecoderConfig
 from specjax.models.loading.families import llama
-from specjax.models.loading.families.config_fields import HEADS, LAYERS, ROWS, WIDTH, ConfigFields
+from specjax.models.loading.families.config_fields import HEADS, LAYERS, WIDTH, ConfigFields
 from specjax.models.loading.families.vision import common
 from specjax.models.loading.tensors.assembly import StoredTensor
 from specjax.models.vision.config import TowerSizes, VisionLanguageConfig
@@ -53,7 +53,7 @@ def config_from_hf(hf: ConfigFields, **options) -> VisionLanguageConfig:
         dataclasses.replace(text, tied=tied),
         tower=_tower(hf.subfields("vision_config").with_defaults(TOWER_FIELDS)),
         sections=sections,
-        image_token=hf.size("image_token_id", 151_655, minimum=0, maximum=ROWS),
+        image_token=common.image_token(hf, 151_655, text),
         model_type="qwen2_vl",
         text_type="qwen2",
     )
