@@ -12,7 +12,7 @@ from specjax.arrays import batch_axes
 from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models.seq2seq.config import BartConfig, Seq2SeqConfig, WhisperConfig
-from specjax.numerics.token_lists import pad_token_lists
+from specjax.numerics.validation import pad_token_lists
 from specjax.types import Array, PyTree, Source
 
 
@@ -21,7 +21,7 @@ def sources(texts: Sequence[Sequence[int]], length: int | None = None) -> Source
 
     Args:
       length: tokens of the padded sources, such as those of the longest source of a server. None: the smallest multiple
-        of `numerics.token_lists.UNIT`.
+        of 32.
 
     Raises: UsageError for no texts, and for a text that is empty, longer than `length` or no list of token ids.
     """

@@ -26,8 +26,7 @@ from specjax.arrays import batch_axes, platforms, texts
 from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
 from specjax.numerics.global_arrays import gather
-from specjax.numerics.token_lists import pad_token_lists
-from specjax.numerics.validation import check_range
+from specjax.numerics.validation import check_range, pad_token_lists
 from specjax.types import Array, Model, Output, PyTree, Sublayers, Target
 
 CHUNK = 128
@@ -67,7 +66,7 @@ def unconditional(prompts: Sequence[Sequence[int]], length: int | None = None) -
 
     Args:
       length: tokens of the padded prompts, such as those of the longest one of a server. None: 1, or else the smallest
-        multiple of `numerics.token_lists.UNIT`.
+        multiple of 32.
 
     Raises: UsageError for no prompts, and for a prompt that is empty, longer than `length` or no list of token ids.
     """

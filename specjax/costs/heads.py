@@ -21,7 +21,7 @@ TEXT = 128
 
 
 def of_head(
-    target: Target, head: DraftHead, passes: int, platform: str | None = None, cache: PyTree = None, rows: int = 1
+    target: Target, head: DraftHead, passes: int, platform: str | None = None, at: Context | None = None
 ) -> float:
     """Estimate the cost of drafting a tree with `passes` passes of the head, including that of the root.
 
@@ -30,26 +30,29 @@ def of_head(
 
     Args:
       platform: as in `estimated`.
-      cache: a cache of `rows` texts, for a target that has none without inputs. None: an empty one.
+      at: a context with the cache of a target that has none without inputs; other targets do not need it.
     """
     platform = platform or current_chip()
     shape = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
-    target, params, given = jax.tree.map(shape, (target, head.params, cache))
+    capabilities = target.model.capabilities
+    has_inputs = at is not None and capabilities.inputs and capabilities.needs_inputs
+    rows, cache = (len(at.length), at.cache) if at is not None and has_inputs else (1, None)
+    target, params, target_cache = jax.tree.map(shape, (target, head.params, cache))
     one = lambda value: jnp.full((rows, 1), value, jnp.int32)
 
-    def first_level(target: Target, params: PyTree, given: PyTree) -> Any:
-        cache = target.model.init_cache(target.params, None, rows, TEXT) if given is None else given
+    def first_level(target: Target, params: PyTree, target_cache: PyTree) -> Any:
+        cache = target.model.init_cache(target.params, None, rows, TEXT) if target_cache is None else target_cache
         context = Context(jnp.zeros((rows, TEXT), jnp.int32), jnp.full((rows,), 2), cache=cache, target=target)
         return head.head.start(params, head.head.init_memory(params, context, rows, TEXT), context, passes), context
 
-    def level(target: Target, params: PyTree, given: PyTree) -> Any:
-        ((scratch, logits), context) = first_level(target, params, given)
+    def level(target: Target, params: PyTree, target_cache: PyTree) -> Any:
+        ((scratch, logits), context) = first_level(target, params, target_cache)
         drafted = DraftedNodes(one(0), one(1), jnp.int32(1), one(0), jnp.zeros((rows, 1, passes), bool))
         return head.head.follow(params, scratch, drafted, context), logits
 
     def count(function: Callable[..., Any]) -> float:
         """Count the bytes of weights that a function reads, except for unused outputs such as logits."""
-        jaxpr = jax.make_jaxpr(function)(target, params, given).jaxpr
+        jaxpr = jax.make_jaxpr(function)(target, params, target_cache).jaxpr
         jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
         # A head that runs some target layers skips the other layers with conditionals: count the smaller branch.
         return bytes_read(jaxpr, min if num_layers_run else max, num_chosen)

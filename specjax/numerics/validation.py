@@ -1,8 +1,8 @@
-"""Checks of settings with concrete values, and of states that a loop carries. Both raise UsageError."""
+"""Checks of settings with concrete values, of token lists, and of states that a loop carries. All raise UsageError."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -62,3 +62,32 @@ def name_of(function: Callable) -> str:
     """Return the module and the name of a function, so that a reader of an error can find it."""
     function = getattr(function, "func", function)  # the function of a partial
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+TOKENS = 32
+"""Lengths of padded token lists are multiples of it, so that similar lengths share a program."""
+
+
+def pad_token_lists(
+    name: str, lists: Sequence[Sequence[int]], length: int | None = None, shortest: int = TOKENS
+) -> tuple[jax.Array, jax.Array]:
+    """Return token lists as an array int32[B, W], and their lengths int32[B].
+
+    Args:
+      name: what the lists are, for errors.
+      length: W. None: `shortest`, or else the smallest multiple of TOKENS that has room for all lists.
+
+    Raises: UsageError for no lists, and for a list that is empty, longer than `length` or no list of token ids.
+    """
+    try:
+        rows = [np.asarray(tokens) for tokens in lists]
+    except (TypeError, ValueError):  # a number, or lists in a list
+        rows = []
+    if not rows or not all(row.ndim == 1 and row.size and row.dtype.kind in "iu" for row in rows):
+        raise UsageError(f"{name} must be a list of token lists, each with at least one token; encode texts first")
+    longest = max(map(len, rows))
+    check_integer("length", length, longest)
+    width = length or (shortest if longest <= shortest else -(-longest // TOKENS) * TOKENS)
+    limited = [np.clip(row, -1, np.iinfo(np.int32).max) for row in rows]  # larger ids stay invalid
+    padded = [np.pad(row, (0, width - len(row))) for row in limited]
+    return jnp.asarray(np.stack(padded), jnp.int32), jnp.asarray([len(row) for row in rows], jnp.int32)

@@ -389,11 +389,7 @@ def _cost(config: Config, context: Context, params: Params) -> float:
     drafting = config.head_cost
     if drafting is None:
         head = DraftHead(config.head, params.head)
-        capabilities = context.target.model.capabilities
-        # Such a target has no cache without its inputs.
-        cache = context.cache if capabilities.inputs and capabilities.needs_inputs else None
-        rows = 1 if cache is None else len(context.length)
-        drafting = costs_of.of_head(context.target, head, config.builder.levels, config.platform, cache, rows)
+        drafting = costs_of.of_head(context.target, head, config.builder.levels, config.platform, context)
     return min(config.draft_cost, DRAFTING) + drafting  # the nodes are merged and ranked again
 
 

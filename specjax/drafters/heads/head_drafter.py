@@ -179,7 +179,7 @@ def _sized(head: Head, builder: Builder, max_accepted: int, sizing: Sizing) -> D
     def propose(params, keys, state: RecordedState, context: Context, limit) -> tuple[TokenTree, RecordedState]:
         read = pending_pairs.read_pending(head, params, state.read, context)
         passes = sizing.passes(len(limit), context.target)
-        cost = sizing.draft_cost(context.target, head, params, builder.levels)
+        cost = sizing.draft_cost(context, head, params, builder.levels)
 
         def draft(record: SizeRecord) -> tuple[TokenTree, SizeRecord]:
             grown = grow_tree(head, builder, params, read.memory, keys, context, limit)

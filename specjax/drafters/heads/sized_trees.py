@@ -73,10 +73,10 @@ class Sizing(NamedTuple):
         costs = costs_of.evaluate(self.costs, widths, batch, dtype, self.platform, shares)
         return np.asarray(costs)[np.searchsorted(widths, lengths + 1)]
 
-    def draft_cost(self, target: Target | None, head: Head, params: PyTree, levels: int) -> float:
+    def draft_cost(self, context: Context, head: Head, params: PyTree, levels: int) -> float:
         """Return the cost of a draft of `levels` levels in passes of width 1, by a rule of thumb."""
-        assert target is not None
-        return costs_of.of_head(target, DraftHead(head, params), levels, self.platform)
+        assert context.target is not None
+        return costs_of.of_head(context.target, DraftHead(head, params), levels, self.platform, context)
 
 
 SIZING = Sizing()

@@ -115,7 +115,7 @@ def test_a_prompt_with_a_placeholder_needs_an_image(folder, capsys):
 
 
 def test_image_processors_of_other_forms(folder, loaded, tmp_path):
-    """One without padding returns no mask. That of another model takes other arguments."""
+    """A processor without padding returns no mask. That of another model takes other arguments."""
     target, tokenizer, processor = loaded
     write_processor(tmp_path, do_pad=False)
     ids, tiles = load_image_processor(tmp_path, target, tokenizer).chat("w5", [folder / "wide.png"])

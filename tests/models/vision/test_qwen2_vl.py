@@ -139,7 +139,7 @@ def test_a_draft_model_with_another_tower_is_refused(qwen, changes, message):
 
 
 def test_a_row_without_images_has_the_text_that_it_has_alone(qwen):
-    """Its rotary positions are its places. Prompts may also be all images, side by side."""
+    """The rotary positions of text alone are its places. Prompts may also be all images, side by side."""
     _, target, _ = qwen
     prompts = [[5, 6, 7, 8], PROMPTS[0], [*[IMAGE] * 10]]
     inputs = images(target, prompts, [None, TILES[0], TILES[0]])

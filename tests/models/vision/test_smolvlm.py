@@ -177,7 +177,7 @@ def drafts_of(target, drafter, prompt):
 
 
 def test_auto_copies_no_placeholders(smolvlm):
-    """Its copies end before placeholders. Before the first pass it drafts nothing else."""
+    """The copies end before placeholders."""
     drafter = specjax.drafters.auto(71, widths=(1, 8, 16), costs=(1.0, 1.0, 1.0))
     drafts = functools.partial(drafts_of, smolvlm, drafter)
     assert IMAGE not in drafts([5, 6, *[IMAGE] * VECTORS])
