@@ -297,13 +297,13 @@ def _seq2seq_fields(config: Seq2SeqConfig, module_of: Callable[[PyTree], Any]) -
     `init_cache` encodes its `inputs`, a `Source` or a `Spectrogram`.
     """
 
-    def init_cache(params, inputs, batch: int, capacity: int) -> seq2seq_memory.Seq2SeqCache:
+    def init_cache(params, inputs, batch: int, capacity: int) -> kv.ConditionedCache:
         seq2seq_memory.check_inputs(config, inputs)
         text = kv.init(
             batch, capacity, config.num_layers, config.num_heads, config.head_dim, config.cache_dtype or config.dtype,
             False, config.cache_lanes, config.cache_bits,
         )  # fmt: skip
-        return seq2seq_memory.Seq2SeqCache(text, module_of(params).encode(inputs))
+        return kv.ConditionedCache(text, module_of(params).encode(inputs))
 
     def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None):
         return module_of(params)(tokens, cache, positions=positions, mask=mask, taps=taps, earlier=earlier)
@@ -312,11 +312,9 @@ def _seq2seq_fields(config: Seq2SeqConfig, module_of: Callable[[PyTree], Any]) -
         "init_cache": init_cache,
         "forward": forward,
         "pass_params": pass_params,
-        "commit": seq2seq_memory.commit,
         **kv_cache_functions(),
-        "rewind": seq2seq_memory.rewind,
-        "axes": seq2seq_memory.axes,
-        "source": None if isinstance(config, WhisperConfig) else lambda cache: cache.source.text,
+        **conditioned_cache_functions(),
+        "source": None if isinstance(config, WhisperConfig) else lambda cache: cache.memory.text,
         "capabilities": Capabilities(config.num_layers, taps=True, mixtures=True, streams=True, inputs=True),
     }
 
@@ -325,17 +323,15 @@ def _vision_fields(config: VisionLanguageConfig, module_of: Callable[[PyTree], A
     """Return the fields of a `Model` that reads images. Its `inputs` are `Images`, or None for prompts without any."""
     text = _attention_fields(config, None, module_of)
 
-    def init_cache(params, inputs, batch: int, capacity: int) -> vision_memory.VisionCache:
+    def init_cache(params, inputs, batch: int, capacity: int) -> kv.ConditionedCache:
         vision_memory.check_fit(config, inputs)
         memory = None if inputs is None else module_of(params).encode(inputs)
-        return vision_memory.VisionCache(text["init_cache"](params, None, batch, capacity), memory)
+        return kv.ConditionedCache(text["init_cache"](params, None, batch, capacity), memory)
 
     return text | {
         "init_cache": init_cache,
         "pass_params": vision_model.pass_params,
-        "commit": vision_memory.commit,
-        "rewind": vision_memory.rewind,
-        "axes": vision_memory.axes,
+        **conditioned_cache_functions(),
         "queries": None,
         "capabilities": text["capabilities"]._replace(inputs=True, needs_inputs=False, placeholder=config.image_token),
     }
@@ -366,6 +362,11 @@ def kv_cache_fields(config: Config) -> dict[str, Any]:
 def kv_cache_functions() -> dict[str, Any]:
     """Return the functions of a key/value cache that need no config."""
     return {"rewind": kv.rewind, "widen": kv.widen, "insert": kv.insert, "axes": kv.axes}
+
+
+def conditioned_cache_functions() -> dict[str, Any]:
+    """Return the functions of a key/value cache beside a fixed memory that differ from those without one."""
+    return {"commit": kv.commit_text, "rewind": kv.rewind_text, "axes": kv.conditioned_axes}
 
 
 def embedding_and_head_fields(module_of: Callable[[PyTree], Any], layout: Layout | None) -> dict[str, Any]:

@@ -284,3 +284,27 @@ def share_pending(pending: Pending, count: Array, first: Array | None = None) ->
 def rewind(cache: KVCache, length: Array) -> KVCache:
     """Forget all but the first `length[b]` tokens of row b."""
     return cache._replace(length=jnp.minimum(cache.length, length))
+
+
+class ConditionedCache(NamedTuple):
+    """The keys and values of a text, and what the text depends on beside its tokens, which never changes."""
+
+    text: KVCache
+    memory: Any  # arrays [B, ...] of an encoded source or of images; None: the text has none
+
+
+def commit_text(cache: ConditionedCache, pending: Pending, path: Array, num_nodes: Array) -> ConditionedCache:
+    """Append nodes to the text, see `commit`."""
+    return cache._replace(text=commit(cache.text, pending, path, num_nodes))
+
+
+def rewind_text(cache: ConditionedCache, length: Array) -> ConditionedCache:
+    """Forget all but the first `length` int32[B] tokens of the text."""
+    return cache._replace(text=rewind(cache.text, length))
+
+
+def conditioned_axes(arrays: ConditionedCache | Pending) -> PyTree:
+    """Return the index of the row axis of each array."""
+    if not isinstance(arrays, ConditionedCache):
+        return axes(arrays)
+    return ConditionedCache(axes(arrays.text), batch_axes.rows_first(arrays.memory))

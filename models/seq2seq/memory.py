@@ -1,4 +1,4 @@
-"""Inputs and cache of an encoder-decoder: the keys and values of the text, and those of the source, which are fixed."""
+"""Inputs of an encoder-decoder, and the keys and values of the encoded source, which the cache contains."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.arrays import batch_axes
 from specjax.errors import UsageError
-from specjax.models import cache as kv
 from specjax.models.seq2seq.config import BartConfig, Seq2SeqConfig, WhisperConfig
 from specjax.numerics.validation import pad_token_lists
-from specjax.types import Array, PyTree, Source
+from specjax.types import Array, Source
 
 
 def sources(texts: Sequence[Sequence[int]], length: int | None = None) -> Source:
@@ -85,25 +83,3 @@ class SourceMemory(NamedTuple):
     v: tuple[Array, ...]
     length: Array  # int32[B]
     text: Source | None = None  # what the encoder has read; None: it was no text
-
-
-class Seq2SeqCache(NamedTuple):
-    text: kv.KVCache
-    source: SourceMemory
-
-
-def commit(cache: Seq2SeqCache, pending: kv.Pending, path: Array, num_nodes: Array) -> Seq2SeqCache:
-    """Append nodes to the text, see `models.cache.commit`."""
-    return cache._replace(text=kv.commit(cache.text, pending, path, num_nodes))
-
-
-def rewind(cache: Seq2SeqCache, length: Array) -> Seq2SeqCache:
-    """Forget all but the first `length` int32[B] tokens of the text."""
-    return cache._replace(text=kv.rewind(cache.text, length))
-
-
-def axes(arrays: Any) -> PyTree:
-    """Return the index of the row axis of each array of a cache or of pending entries."""
-    if not isinstance(arrays, Seq2SeqCache):
-        return kv.axes(arrays)
-    return Seq2SeqCache(kv.axes(arrays.text), batch_axes.rows_first(arrays.source))

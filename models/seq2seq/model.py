@@ -12,7 +12,7 @@ from flax import nnx
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.decoder import LanguageModel
-from specjax.models.seq2seq.memory import Seq2SeqCache, SourceMemory
+from specjax.models.seq2seq.memory import SourceMemory
 from specjax.types import Array, Mixture, Output, PyTree, Source, Stream
 
 
@@ -42,13 +42,13 @@ class EncoderDecoder(LanguageModel):
         return SourceMemory(keys, values, length, text)
 
     def __call__(
-        self, tokens: Array | Mixture | Stream, cache: Seq2SeqCache, *, positions: Array, mask: Array,
+        self, tokens: Array | Mixture | Stream, cache: kv.ConditionedCache, *, positions: Array, mask: Array,
         taps: tuple[int, ...] = (), earlier: kv.Pending | None = None,
     ) -> tuple[Output, kv.Pending]:  # fmt: skip
         """Run the decoder on new tokens, as `Model.forward` does."""
         shared = L.make_pass_inputs(positions, mask, cache.text, earlier, None)
         pending = L.keys_and_values(earlier)
-        source = cache.source
+        source = cache.memory
 
         # `jit` lets equal layers share one trace.
         @functools.partial(jax.jit, static_argnums=0)

@@ -1,17 +1,15 @@
-"""Images as inputs of a model, and a cache with their vectors beside the keys and values of the text."""
+"""Images as inputs of a model, and their vectors, which the cache contains."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.arrays import batch_axes
 from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
-from specjax.models import cache as kv
 from specjax.models.vision.config import VisionLanguageConfig
 from specjax.models.vision.grids import UNUSED, GridImages, PromptPatches, grid_images
 from specjax.numerics.validation import check_integer
@@ -210,27 +208,3 @@ class ImageMemory(NamedTuple):
         of_vectors = take_along(self.axes.rotary, index[..., None], 1)
         by_axis = jnp.where(has_vector[..., None], of_vectors, text[..., None])
         return by_axis[..., np.repeat(np.arange(len(sections)), sections)]
-
-
-class VisionCache(NamedTuple):
-    """The keys and values of the text, and the vectors of its images; None for prompts without images."""
-
-    text: kv.KVCache
-    images: ImageMemory | None
-
-
-def commit(cache: VisionCache, pending: kv.Pending, path: Array, num_nodes: Array) -> VisionCache:
-    """Append nodes to the text, see `models.cache.commit`."""
-    return cache._replace(text=kv.commit(cache.text, pending, path, num_nodes))
-
-
-def rewind(cache: VisionCache, length: Array) -> VisionCache:
-    """Forget all but the first `length` int32[B] tokens of the text."""
-    return cache._replace(text=kv.rewind(cache.text, length))
-
-
-def axes(arrays: Any) -> PyTree:
-    """Return the index of the row axis of each array of a cache or of pending entries."""
-    if not isinstance(arrays, VisionCache):
-        return kv.axes(arrays)
-    return VisionCache(kv.axes(arrays.text), batch_axes.rows_first(arrays.images))

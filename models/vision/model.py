@@ -63,14 +63,14 @@ class ImageDecoder(Decoder):
         """Run the text model on new tokens, as `Model.forward` does.
 
         Args:
-          cache: a `VisionCache`.
+          cache: a `ConditionedCache`.
           options: those of `Decoder`.
         """
-        if cache.images is not None and not isinstance(tokens, Stream):
+        if cache.memory is not None and not isinstance(tokens, Stream):
             x = L.embed_inputs(self.embed_tokens, tokens)
-            tokens = Stream(cache.images.put(x, positions))
-        if cache.images is not None and self.config.sections:
-            rotary = cache.images.rotary(positions, self.config.sections)
+            tokens = Stream(cache.memory.put(x, positions))
+        if cache.memory is not None and self.config.sections:
+            rotary = cache.memory.rotary(positions, self.config.sections)
             options["settings"] = self.config.attention_settings(rotary)
         return super().__call__(tokens, cache.text, positions=positions, mask=mask, **options)
 
