@@ -160,6 +160,11 @@ class Capabilities(NamedTuple):
     shared_keys: tuple[int, int] | None = None  # the local and the global layer whose keys assistants read in the cache
     new_tokens: int | None = None  # the new tokens for which a compressed cache has room; None: no such limit
 
+    @property
+    def requires_inputs(self) -> bool:
+        """Return True if a call without inputs is refused."""
+        return self.inputs and self.needs_inputs
+
 
 class Model(NamedTuple):
     """A language model made of pure functions. It is hashable; equal hyperparameters give the same object.

@@ -224,7 +224,7 @@ def timed(
     pass of 0.17 ms took 0.46 ms on two cores, because the time to start a program was added. A pass over 8 tokens then
     seemed to cost 1.7 passes instead of 2.5.
     """
-    if target.model.capabilities.inputs and target.model.capabilities.needs_inputs:
+    if target.model.capabilities.requires_inputs:
         reason = f"passes of {target.model.name} read inputs beside tokens and cannot be timed"
         raise UsageError(f"{reason}; choose other costs than measured ones")
     max_width = max(widths)

@@ -34,8 +34,7 @@ def of_head(
     """
     platform = platform or current_chip()
     shape = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
-    capabilities = target.model.capabilities
-    has_inputs = at is not None and capabilities.inputs and capabilities.needs_inputs
+    has_inputs = at is not None and target.model.capabilities.requires_inputs
     rows, cache = (len(at.length), at.cache) if at is not None and has_inputs else (1, None)
     target, params, target_cache = jax.tree.map(shape, (target, head.params, cache))
     one = lambda value: jnp.full((rows, 1), value, jnp.int32)

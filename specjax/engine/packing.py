@@ -43,7 +43,7 @@ def pack(
         if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
             raise UsageError(f"prompts must be (tokens[B, P], lengths[B]), not {tokens.shape} and {lengths.shape}")
         check_prompts(array, lengths, max_new_tokens, capacity, vocab_size)  # before the conversion to 32 bits
-        if _is_traced(tokens, lengths):
+        if is_traced(tokens, lengths):
             lengths = jnp.clip(lengths, 1, tokens.shape[1])
             tokens = tokens if vocab_size is None else jnp.clip(tokens, 0, vocab_size - 1)
         size = buffer_size(tokens.shape[1], max_new_tokens, num_nodes, capacity)
@@ -74,7 +74,7 @@ def check_source(source: Source, vocab_size: int) -> None:
 def find_usable_rows(prompts: Prompts, max_new_tokens: int, capacity: int, vocab_size: int) -> Array | None:
     """Return True for prompts that `pack` would accept, bool[R], or None if their values are not traced."""
     tokens, lengths = prompts if isinstance(prompts, tuple) and len(prompts) == 2 else (None, None)
-    if not _is_traced(tokens, lengths):
+    if not is_traced(tokens, lengths):
         return None
     tokens, lengths = _check_integers(jnp.asarray(tokens)), _check_integers(jnp.asarray(lengths))
     longest = min(tokens.shape[1], capacity - max_new_tokens)
@@ -83,7 +83,8 @@ def find_usable_rows(prompts: Prompts, max_new_tokens: int, capacity: int, vocab
     return (lengths >= 1) & (lengths <= longest) & jnp.all(is_token | is_padding, 1)
 
 
-def _is_traced(*values: Any) -> bool:
+def is_traced(*values: Any) -> bool:
+    """Return True if any of the values is traced by `jit` or another transformation."""
     return any(isinstance(value, jax.core.Tracer) for value in values)
 
 
@@ -136,7 +137,7 @@ def _check_lengths(
     lengths: Array | np.ndarray, max_new_tokens: int, capacity: int, width: int | None = None, kind: str = "prompt"
 ) -> None:
     """Check the lengths of the prompts or sources. `width` is the width of their array. Raises: UsageError."""
-    if _is_traced(lengths):
+    if is_traced(lengths):
         return
     for row, length in enumerate(gather(lengths)):
         if width is not None and length > width:
@@ -154,7 +155,7 @@ def _check_ids(
     tokens: Array | np.ndarray, lengths: Array | np.ndarray, vocab_size: int | None, kind: str = "prompt"
 ) -> None:
     """Check that all tokens are in the vocabulary. Raises: UsageError."""
-    if vocab_size is None or _is_traced(tokens, lengths):
+    if vocab_size is None or is_traced(tokens, lengths):
         return
     tokens, lengths = gather(tokens), gather(lengths)
     wrong = ((tokens < 0) | (tokens >= vocab_size)) & (np.arange(tokens.shape[1]) < lengths[:, None])

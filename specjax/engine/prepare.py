@@ -14,13 +14,25 @@ import numpy as np
 from specjax.arrays.modes import with_standard_modes
 from specjax.controllers.fixed import fixed
 from specjax.engine.job import LOGPROBS, Job, Keep, Parts
-from specjax.engine.packing import Prompts, check_new_tokens, check_source, find_usable_rows, pack
+from specjax.engine.packing import Prompts, check_new_tokens, check_source, find_usable_rows, is_traced, pack
 from specjax.engine.step import LOOP
 from specjax.errors import UsageError
 from specjax.numerics.global_arrays import gather
 from specjax.numerics.sampling import fold_in, row_keys
 from specjax.numerics.validation import MAX_NODES, check_range
-from specjax.types import Array, Controller, Drafter, Draws, Processor, PyTree, Sampling, Source, Target, VerifyFn
+from specjax.types import (
+    Array,
+    Controller,
+    Drafter,
+    Draws,
+    Model,
+    Processor,
+    PyTree,
+    Sampling,
+    Source,
+    Target,
+    VerifyFn,
+)
 from specjax.verifiers import ANY, Verifier, exact_verifier, greedy, sample_and_match
 
 RANGES = {
@@ -301,26 +313,35 @@ def check_pair(target: Target, drafter: Drafter) -> None:
 def check_inputs(target: Target, inputs: PyTree, tokens: Array, lengths: Array, max_new_tokens: int) -> None:
     """Check that the inputs of the model are present, with one entry per prompt, and fit. Raises: UsageError."""
     name, batch = target.model.name, len(tokens)
-    capabilities = target.model.capabilities
-    if capabilities.inputs and capabilities.needs_inputs and inputs is None:
+    if target.model.capabilities.requires_inputs and inputs is None:
         raise UsageError(f"the model {name} needs inputs in addition to tokens; pass inputs=, one per prompt")
     for leaf in jax.tree.leaves(inputs):
         if jnp.ndim(leaf) < 1 or len(leaf) != batch:
             raise UsageError(f"inputs must have one entry per prompt, {batch}, but one has the shape {jnp.shape(leaf)}")
+    check_input_values(target.model, target.model.vocab_size, inputs, tokens, lengths, max_new_tokens)
+
+
+def check_input_values(
+    model: Model | None, vocab_size: int, inputs: PyTree, tokens: Any, lengths: Any, max_new_tokens: int
+) -> None:
+    """Check the values of inputs for prompts int[B, P] of `lengths` int[B] tokens; traced values pass.
+
+    model: None leaves out what only the model can check. Raises: UsageError.
+    """
     if isinstance(inputs, Source):
-        check_source(inputs, target.model.vocab_size)
-    elif inputs is None:
-        check_placeholders(capabilities.placeholder, tokens, lengths)
-    elif target.model.check_inputs is not None and not _is_traced(inputs):
-        target.model.check_inputs(inputs, max_new_tokens)
+        check_source(inputs, vocab_size)
+    elif model is not None and inputs is None:
+        _check_placeholders(model.capabilities.placeholder, tokens, lengths)
+    elif model is not None and model.check_inputs is not None and not is_traced(*jax.tree.leaves(inputs)):
+        model.check_inputs(inputs, max_new_tokens)
 
 
-def check_placeholders(placeholder: int | None, tokens: Any, lengths: Any) -> None:
+def _check_placeholders(placeholder: int | None, tokens: Any, lengths: Any) -> None:
     """Check that prompts int[B, P] of `lengths` int[B] tokens have no placeholder, if there are no inputs for it.
 
     Traced values pass. Raises: UsageError.
     """
-    if placeholder is None or _is_traced((tokens, lengths)):
+    if placeholder is None or is_traced(tokens, lengths):
         return
     tokens, lengths = gather((tokens, lengths))
     for row, place in np.argwhere((tokens == placeholder) & (np.arange(tokens.shape[1]) < lengths[:, None]))[:1]:
@@ -328,7 +349,3 @@ def check_placeholders(placeholder: int | None, tokens: Any, lengths: Any) -> No
             f"prompt {row} has the placeholder {placeholder} of an image at place {place}, but there are no images; "
             "pass inputs=specjax.models.images(...), or remove the placeholder"
         )
-
-
-def _is_traced(tree: PyTree) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))

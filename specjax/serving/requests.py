@@ -13,13 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.engine.packing import check_source
-from specjax.engine.prepare import EOS_PADDING, EOS_UNIT, Settings, check_placeholders
+from specjax.engine.prepare import EOS_PADDING, EOS_UNIT, Settings, check_input_values
 from specjax.errors import UsageError
 from specjax.processors.automaton import Automaton
 from specjax.serving.automata import check_room, num_pieces
 from specjax.serving.detokenizer import Detokenizer, TextDecoder
-from specjax.types import Array, Model, Processor, PyTree, Sampling, Source
+from specjax.types import Array, Model, Processor, PyTree, Sampling
 
 AHEAD = 64
 """Maximum number of items that `arrivals` reads ahead from its source."""
@@ -165,12 +164,8 @@ def check_request(request: Request, limits: Limits) -> int:
     form = lambda tree: (jax.tree.structure(tree), [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)])
     if form(request.inputs) != form(limits.inputs):
         raise UsageError("its inputs do not have the structure, shapes and dtypes of the inputs of serve")
-    if isinstance(request.inputs, Source):
-        check_source(jax.tree.map(lambda x: np.asarray(x)[None], request.inputs), vocab)
-    elif limits.model is not None and request.inputs is None:
-        check_placeholders(limits.model.capabilities.placeholder, prompt[None], np.array([prompt.size]))
-    elif limits.model is not None and limits.model.check_inputs is not None:
-        limits.model.check_inputs(jax.tree.map(lambda x: jnp.asarray(x)[None], request.inputs), count)
+    inputs = jax.tree.map(lambda x: x[None] if hasattr(x, "ndim") else np.asarray(x)[None], request.inputs)
+    check_input_values(limits.model, vocab, inputs, prompt[None], np.array([prompt.size]), count)
     if request.scores_prompt and not limits.can_score:
         raise UsageError("its scores_prompt needs max_alternatives of serve, and a model with `unembed`")
     if request.scores_prompt and request.alternatives is None:

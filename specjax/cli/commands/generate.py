@@ -195,7 +195,7 @@ def _draft(flags: GenerateFlags) -> None:
     from specjax.cli.runs.environment import open_program_cache, stage
     from specjax.cli.runs.generation import Generation, GenerationOptions
     from specjax.cli.runs.run import Report, execute
-    from specjax.cli.runs.session import note_training, requires_inputs, with_costs
+    from specjax.cli.runs.session import note_training, with_costs
     from specjax.parallel import check_same
     from specjax.speech import is_speech_model
 
@@ -218,7 +218,7 @@ def _draft(flags: GenerateFlags) -> None:
     session, method = selection.open(log, mesh, reads_sources=True)
     note_training(flags.models.draft, "system", flags.prompts.system, log)
     hosts.check_models(session.target, session.draft, session.head and session.head.head)
-    has_encoder = requires_inputs(session.target)
+    has_encoder = session.target.model.capabilities.requires_inputs
     if has_encoder:
         require(
             not is_speech_model(session.target),

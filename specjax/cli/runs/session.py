@@ -273,7 +273,7 @@ def open_session(
                 advice = "drafts with a diffusion model; use --method two_model"
                 denoiser, other = _load_denoiser("--draft", models.draft, advice, **options)
             else:
-                has_source = requires_inputs(target)
+                has_source = target.model.capabilities.requires_inputs
                 draft, other = _load("--draft", models.draft, reads_sources=has_source, **options)
                 if apart:
                     target, draft = (jax.device_put(x, jax.local_devices()[i]) for i, x in enumerate((target, draft)))
@@ -361,19 +361,13 @@ def _load(flag: str, source: str | None, *, reads_sources: bool = False, **optio
     )
     with _named_same_bits(), _named_errors(flag, source, other_kind):
         target, tokenizer = specjax.load(source, **options)
-    if requires_inputs(target) and not reads_sources:
+    if target.model.capabilities.requires_inputs and not reads_sources:
         kind, command = ("speech model", "transcribe") if is_speech_model(target) else ("encoder-decoder", "generate")
         raise UsageError(
             f"{flag}: the {kind} {target.model.name} works in `specjax {command}` with a drafter only; choose a "
             "decoder-only model"
         )
     return target, tokenizer
-
-
-def requires_inputs(target: Target) -> bool:
-    """Return True for an encoder-decoder, which reads no prompt without a source."""
-    capabilities = target.model.capabilities
-    return capabilities.inputs and capabilities.needs_inputs
 
 
 def load_beside(session: Session, source: str, flag: str) -> Target:
