@@ -1,4 +1,4 @@
-"""Sublayers of an encoder-decoder: attention over a fixed set of keys, MLPs without a gate, and norms with a mean."""
+"""Sublayers of an encoder-decoder: attention over a fixed set of keys, and MLPs without a gate."""
 
 from __future__ import annotations
 

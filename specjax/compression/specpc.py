@@ -34,7 +34,7 @@ from specjax.engine.prefill import prefill
 from specjax.engine.step import buffer_size
 from specjax.errors import UsageError
 from specjax.models.variants import cache_parts
-from specjax.numerics.validation import check_integer
+from specjax.numerics.validation import check_integer, pad_rows
 from specjax.retrieval.cached_tokens import attention_weights
 from specjax.retrieval.last_queries import check_full_attention, last_queries
 from specjax.types import Array, Target
@@ -187,7 +187,7 @@ def _pad(draft: Target, prompts: Sequence[Sequence[int]], lookahead: int) -> tup
                 f"lookahead of {lookahead} included; shorten the prompt or choose another draft model"
             )
     lengths = np.asarray([len(row) for row in rows], np.int32)
-    tokens = packing.pad_rows(rows, buffer_size(int(lengths.max()), lookahead, 1, model.max_positions))
+    tokens = pad_rows(rows, buffer_size(int(lengths.max()), lookahead, 1, model.max_positions))
     packing.check_prompts(tokens, lengths, lookahead, model.max_positions, model.vocab_size)
     return tokens, lengths
 

@@ -33,7 +33,7 @@ from specjax.arrays.indexing import take_along
 from specjax.arrays.modes import with_standard_modes
 from specjax.catalog import Method, Option
 from specjax.decoders.loop_setup import check_rows
-from specjax.engine.packing import check_new_tokens, check_prompts, pad_rows, to_rows
+from specjax.engine.packing import check_new_tokens, check_prompts, to_rows
 from specjax.engine.prepare import Settings, find_usable
 from specjax.engine.results import DecodeResult, add_round, zero_stats
 from specjax.engine.value_checks import are_sound
@@ -41,7 +41,7 @@ from specjax.errors import UsageError
 from specjax.models.any_order import XLNetConfig, forward, load_xlnet
 from specjax.models.loading.tokenizers.tokenizer import Tokenizer
 from specjax.numerics.sampling import DRAFT, VERIFY, draw, fold_in, row_keys, uniform, warp
-from specjax.numerics.validation import MAX_NODES, check_integer
+from specjax.numerics.validation import MAX_NODES, check_integer, pad_rows
 from specjax.trees.operations import chain
 from specjax.types import Array, PyTree, Stats
 from specjax.verifiers.exact.standard import core as verify_chain

@@ -13,6 +13,7 @@ import numpy as np
 from specjax.engine.step import buffer_size
 from specjax.errors import UsageError
 from specjax.numerics.global_arrays import gather
+from specjax.numerics.validation import pad_rows
 from specjax.types import Array, Source
 
 Prompts = Sequence[Sequence[int]] | tuple[Array | np.ndarray, Array | np.ndarray]
@@ -99,14 +100,6 @@ def check_new_tokens(count) -> int:
     if number < 1:
         raise UsageError(f"max_new_tokens must be at least 1, not {number}")
     return number
-
-
-def pad_rows(rows: Sequence[np.ndarray], size: int) -> np.ndarray:
-    """Return rows of integers as int32[B, size], padded on the right. Ids beyond 32 bits become invalid ones."""
-    padded = np.zeros((len(rows), size), np.int32)
-    for place, row in zip(padded, rows, strict=True):
-        place[: len(row)] = np.clip(row, -1, np.iinfo(np.int32).max)
-    return padded
 
 
 def to_rows(prompts: Prompts) -> list[np.ndarray]:

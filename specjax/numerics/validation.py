@@ -64,6 +64,14 @@ def name_of(function: Callable) -> str:
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
+def pad_rows(rows: Sequence[np.ndarray], size: int) -> np.ndarray:
+    """Return rows of integers as int32[B, size], padded on the right. Ids beyond 32 bits become invalid ones."""
+    padded = np.zeros((len(rows), size), np.int32)
+    for place, row in zip(padded, rows, strict=True):
+        place[: len(row)] = np.clip(row, -1, np.iinfo(np.int32).max)
+    return padded
+
+
 TOKENS = 32
 """Lengths of padded token lists are multiples of it, so that similar lengths share a program."""
 
@@ -88,6 +96,4 @@ def pad_token_lists(
     longest = max(map(len, rows))
     check_integer("length", length, longest)
     width = length or (shortest if longest <= shortest else -(-longest // TOKENS) * TOKENS)
-    limited = [np.clip(row, -1, np.iinfo(np.int32).max) for row in rows]  # larger ids stay invalid
-    padded = [np.pad(row, (0, width - len(row))) for row in limited]
-    return jnp.asarray(np.stack(padded), jnp.int32), jnp.asarray([len(row) for row in rows], jnp.int32)
+    return jnp.asarray(pad_rows(rows, width)), jnp.asarray([len(row) for row in rows], jnp.int32)

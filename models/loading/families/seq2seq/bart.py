@@ -26,11 +26,14 @@ FIELDS = {
 ACTIVATIONS: Mapping[str, Activation] = {"gelu": "gelu_exact", "relu": "relu", "gelu_new": "gelu"}
 """Activations of the MLPs by `activation_function`."""
 
-UNREAD = (
+SHARED_UNREAD = (
     "num_hidden_layers", "is_encoder_decoder", "dropout", "activation_dropout", "encoder_layerdrop",
-    "decoder_layerdrop", "classifier_dropout", "init_std", "forced_eos_token_id",
+    "decoder_layerdrop", "init_std",
 )  # fmt: skip
-"""Fields that other fields state too, those of training, and the token that ends a text that is cut."""
+"""Fields of BART and Whisper that other fields state too, and those of training."""
+
+UNREAD = "classifier_dropout", "forced_eos_token_id"
+"""Fields of classifiers, and the token that ends a text that is cut."""
 
 OFFSET = 2
 """Rows of the tables of positions before the first position."""
@@ -38,6 +41,7 @@ OFFSET = 2
 
 def shared_fields(hf: ConfigFields) -> dict[str, Any]:
     """Return the fields of a config that BART and Whisper have in common."""
+    hf.skip(*SHARED_UNREAD)
     name = hf.text("activation_function")
     if name not in ACTIVATIONS:
         raise UsageError(

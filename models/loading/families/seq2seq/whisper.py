@@ -23,8 +23,7 @@ FIELDS = {
 """Fields that a config may omit, as in the class of transformers."""
 
 UNREAD = (
-    "num_hidden_layers", "is_encoder_decoder", "dropout", "activation_dropout", "encoder_layerdrop",
-    "decoder_layerdrop", "init_std", "use_weighted_layer_sum", "classifier_proj_size", "apply_spec_augment",
+    "use_weighted_layer_sum", "classifier_proj_size", "apply_spec_augment",
     "mask_time_prob", "mask_time_length", "mask_time_min_masks", "mask_feature_prob", "mask_feature_length",
     "mask_feature_min_masks", "median_filter_width", "suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids",
 )  # fmt: skip
