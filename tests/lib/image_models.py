@@ -2,10 +2,9 @@
 
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import tokenizers
+from chunked_logits import logits_in_chunks
 
 IMAGE = 59  # the placeholder
 SPECIAL = {"<image>": IMAGE, "<fake_token_around_image>": 60, "<global-img>": 61, "<end_of_utterance>": 70}
@@ -63,19 +62,7 @@ def random_tiles(count, seed=0):
     return np.random.default_rng(seed).normal(size=(count, 3, 24, 24)).astype(np.float32)
 
 
-def logits_in_chunks(target, prompts, inputs, chunk):
+def padded_logits(target, prompts, inputs, chunk):
     """Return the logits of prompts, read in chunks of tokens; prompts are padded to the longest."""
     length = max(map(len, prompts))
-    text = jnp.array([prompt + [0] * (length - len(prompt)) for prompt in prompts])
-    batch, model = len(prompts), target.model
-    cache = jax.jit(model.init_cache, static_argnums=(2, 3))(target.params, inputs, batch, length + chunk)
-    forward, logits = jax.jit(model.forward), []
-    for start in range(0, length, chunk):
-        part = text[:, start : start + chunk]
-        size = part.shape[1]
-        positions = jnp.broadcast_to(start + jnp.arange(size), part.shape)
-        mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size))
-        output, pending = forward(target.params, part, cache, positions=positions, mask=mask)
-        cache = model.commit(cache, pending, jnp.broadcast_to(jnp.arange(size), part.shape), jnp.full(batch, size))
-        logits.append(output.logits)
-    return np.concatenate(logits, 1)
+    return logits_in_chunks(target, [prompt + [0] * (length - len(prompt)) for prompt in prompts], inputs, chunk)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from chunked_logits import logits_in_chunks
 from jax.interpreters import partial_eval as pe
 
 import specjax
@@ -88,19 +89,7 @@ def texts_of(length):
 
 def our_logits(target, texts, chunk):
     """Return the logits of texts that are read in chunks of tokens."""
-    model, (batch, length) = target.model, np.shape(texts)
-    cache = model.init_cache(target.params, sources(SOURCES), batch, length + chunk)
-    forward = jax.jit(model.forward)
-    logits = []
-    for start in range(0, length, chunk):
-        part = jnp.array(texts)[:, start : start + chunk]
-        size = part.shape[1]
-        positions = jnp.broadcast_to(start + jnp.arange(size), part.shape)
-        mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size))
-        output, pending = forward(target.params, part, cache, positions=positions, mask=mask)
-        cache = model.commit(cache, pending, jnp.broadcast_to(jnp.arange(size), part.shape), jnp.full(batch, size))
-        logits.append(output.logits)
-    return np.concatenate(logits, 1)
+    return logits_in_chunks(target, texts, sources(SOURCES), chunk)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 40])

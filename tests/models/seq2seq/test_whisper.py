@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chunked_logits import logits_in_chunks
 from jax.interpreters import partial_eval as pe
 from scipy.io import wavfile
 from speech_models import END, NO_TIMES, START, recording, save_whisper, write_ctranslate2
@@ -48,19 +49,7 @@ def their_logits(model, texts):
 
 def our_logits(target, texts, chunk):
     """Return the logits of texts that are read in chunks of tokens."""
-    model, (batch, length) = target.model, np.shape(texts)
-    cache = model.init_cache(target.params, spectrograms(frames()), batch, length + chunk)
-    forward = jax.jit(model.forward)
-    logits = []
-    for start in range(0, length, chunk):
-        part = jnp.array(texts)[:, start : start + chunk]
-        size = part.shape[1]
-        positions = jnp.broadcast_to(start + jnp.arange(size), part.shape)
-        mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size))
-        output, pending = forward(target.params, part, cache, positions=positions, mask=mask)
-        cache = model.commit(cache, pending, jnp.broadcast_to(jnp.arange(size), part.shape), jnp.full(batch, size))
-        logits.append(output.logits)
-    return np.concatenate(logits, 1)
+    return logits_in_chunks(target, texts, spectrograms(frames()), chunk)
 
 
 @pytest.mark.parametrize("chunk", [1, 7])

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from image_models import IMAGE, TEXT, TOWER, logits_in_chunks, random_tiles, sharpen, write_tokenizer
+from image_models import IMAGE, TEXT, TOWER, padded_logits, random_tiles, sharpen, write_tokenizer
 from safetensors.numpy import load_file, save_file
 
 import specjax
@@ -42,7 +42,7 @@ def their_logits(model, prompt, pixels):
 def test_logits_and_greedy_texts_are_those_of_transformers(llava):
     model, _, target = llava
     inputs = images(target, PROMPTS, TILES)
-    ours = logits_in_chunks(target, PROMPTS, inputs, 50)
+    ours = padded_logits(target, PROMPTS, inputs, 50)
     texts = specjax.decode(target, "suffix", PROMPTS, key=0, inputs=inputs, max_new_tokens=12).to_lists()
     for row, (prompt, pixels) in enumerate(zip(PROMPTS, TILES, strict=True)):
         theirs = their_logits(model, prompt, pixels).numpy()
@@ -73,7 +73,7 @@ def test_files_with_the_names_of_earlier_versions(llava, tmp_path):
         (tmp_path / name).write_text((folder / name).read_text())
     copy = specjax.load(str(tmp_path))[0]
     inputs = images(target, PROMPTS, TILES)
-    ours, theirs = (logits_in_chunks(model, PROMPTS, inputs, 128) for model in (copy, target))
+    ours, theirs = (padded_logits(model, PROMPTS, inputs, 128) for model in (copy, target))
     np.testing.assert_array_equal(ours, theirs)
 
 

@@ -6,7 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from image_models import IMAGE, TEXT, logits_in_chunks, sharpen, write_tokenizer
+from image_models import IMAGE, TEXT, padded_logits, sharpen, write_tokenizer
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
@@ -66,7 +66,7 @@ def their_inputs(prompt, entry):
 def test_logits_are_those_of_transformers(qwen):
     """Chunks cut images in two. The text after an image has smaller rotary positions than places."""
     model, target, _ = qwen
-    ours = logits_in_chunks(target, PROMPTS, images(target, PROMPTS, TILES), 5)
+    ours = padded_logits(target, PROMPTS, images(target, PROMPTS, TILES), 5)
     for row, (prompt, entry) in enumerate(zip(PROMPTS, TILES, strict=True)):
         with torch.no_grad():
             theirs = model(**their_inputs(prompt, entry)).logits[0].numpy()
@@ -96,7 +96,7 @@ def test_files_with_the_form_of_earlier_versions(qwen, tmp_path):
     save_file({old(name): x for name, x in tensors.items()}, tmp_path / "model.safetensors")
     write_tokenizer(tmp_path)
     copy, _ = specjax.load(str(tmp_path))
-    ours, theirs = (logits_in_chunks(m, PROMPTS, images(m, PROMPTS, TILES), 64) for m in (copy, target))
+    ours, theirs = (padded_logits(m, PROMPTS, images(m, PROMPTS, TILES), 64) for m in (copy, target))
     np.testing.assert_array_equal(ours, theirs)
 
 
@@ -105,7 +105,7 @@ def test_a_saved_model_has_the_same_parameters(qwen, tmp_path):
     specjax.save_model(tmp_path, target)
     write_tokenizer(tmp_path)
     copy, _ = specjax.load(str(tmp_path))
-    ours, theirs = (logits_in_chunks(m, PROMPTS, images(m, PROMPTS, TILES), 64) for m in (copy, target))
+    ours, theirs = (padded_logits(m, PROMPTS, images(m, PROMPTS, TILES), 64) for m in (copy, target))
     np.testing.assert_array_equal(ours, theirs)
 
 

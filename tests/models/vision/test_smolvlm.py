@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from image_models import IMAGE, TEXT, TOWER, logits_in_chunks, random_tiles, sharpen, write_tokenizer
+from image_models import IMAGE, TEXT, TOWER, padded_logits, random_tiles, sharpen, write_tokenizer
 
 import specjax
 from specjax import UsageError
@@ -83,7 +83,7 @@ def test_logits_are_those_of_transformers(pair, request):
     """Two rows have different numbers of tiles, one of them a partial image. Chunks of 7 cut images in two."""
     model, target = pair
     chunk = {"smolvlm": 7, "idefics3": 40}[request.node.callspec.params["pair"]]
-    ours = logits_in_chunks(target, PROMPTS, images(target, PROMPTS, TILES), chunk)
+    ours = padded_logits(target, PROMPTS, images(target, PROMPTS, TILES), chunk)
     for row, (prompt, entry) in enumerate(zip(PROMPTS, TILES, strict=True)):
         np.testing.assert_allclose(ours[row, : len(prompt)], their_logits(model, prompt, entry), atol=2e-4, rtol=0)
 
@@ -256,5 +256,5 @@ def test_saved_and_quantised_models(smolvlm, tmp_path):
     quantized, _ = specjax.load(str(tmp_path / "copy"), quantize="int8")
     jax.tree.map(np.testing.assert_array_equal, smolvlm.params["tower"], quantized.params["tower"])
     inputs = images(smolvlm, PROMPTS, TILES)
-    ours, rounded = (logits_in_chunks(target, PROMPTS, inputs, 64) for target in (smolvlm, quantized))
+    ours, rounded = (padded_logits(target, PROMPTS, inputs, 64) for target in (smolvlm, quantized))
     assert 0 < np.abs(ours - rounded).max() < 0.3 * np.abs(ours).max()
