@@ -13,7 +13,7 @@ from toy import markov, tiny_llama
 
 from specjax import Request, Target, UsageError, api, costs, decode, make_drafter, serve, stream
 from specjax.drafters import auto
-from specjax.drafters.combined import head_schedule, node_classes
+from specjax.drafters.combined import account, head_schedule, node_classes
 from specjax.drafters.combined.auto import make_auto
 from specjax.drafters.heads import pending_pairs
 from specjax.engine.prepare import Settings
@@ -101,8 +101,11 @@ def test_a_head_that_is_always_wrong_is_hardly_ever_asked(is_learnable):
     assert ours - theirs <= 2  # fewer there may be: what is verified teaches which tokens follow, right or wrong
 
 
-def test_what_was_decoded_while_it_rested_is_read_before_it_drafts():
+def test_what_was_decoded_while_it_rested_is_read_before_it_drafts(monkeypatch):
     """Pause the head for longer than the window, with occasional drafts of the other drafters."""
+    for name in ("OPENING", "LARGEST"):  # the head's cost is paid from the account, which must not be overdrawn
+        monkeypatch.setattr(account, name, 1e6)
+    jax.clear_caches()
     drafter = drafter_of(head_cost=50.0)
     head = tiny_head("eagle3", tiny_llama())
     job, state = run_rounds(drafter, Settings(), rounds=40, new=90)
