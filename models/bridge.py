@@ -332,6 +332,7 @@ def _vision_fields(config: VisionLanguageConfig, module_of: Callable[[PyTree], A
         "init_cache": init_cache,
         "pass_params": vision_model.pass_params,
         **conditioned_cache_functions(),
+        "images": lambda cache: cache.memory,
         "queries": None,
         "capabilities": text["capabilities"]._replace(inputs=True, needs_inputs=False, placeholder=config.image_token),
     }

@@ -150,6 +150,7 @@ class PassInputs:
     layers: Sublayers | None = None  # the sublayers to run; None: all
     layout: Layout | None = field(default=None, metadata={"static": True})  # of a sharded model
     history: PyTree = None  # `PassHistory` of a mixture of experts; None: others
+    rotary: Array | None = None  # int32[B, T], positions of the rotation; None: `positions`
 
     replace = replace
 

@@ -221,6 +221,9 @@ class Model(NamedTuple):
 
     `source(cache) -> Source` returns the texts that an encoder has read. None: the model has no encoder of texts.
 
+    `images(cache)` returns the vectors of the images of the prompts (`models.vision.ImageMemory`), or None if there are
+    no images. None: the model reads no images.
+
     `check_inputs(inputs, max_new_tokens)` raises UsageError for inputs with values that do not fit. It is called before
     the program runs, and not for traced values. None: all values fit.
     """
@@ -245,6 +248,7 @@ class Model(NamedTuple):
     queries: Callable[[PyTree, tuple[Array, ...], Array], tuple[Array, ...]] | None = None
     pass_params: Callable[[PyTree], PyTree] | None = None
     source: Callable[[PyTree], Source] | None = None
+    images: Callable[[PyTree], PyTree] | None = None
     check_inputs: Callable[[PyTree, int], None] | None = None
     capabilities: Capabilities = Capabilities()
     config: Any = None  # configuration from which `specjax.models` built the model
@@ -323,6 +327,7 @@ class Context(NamedTuple):
     target: Target | None = None  # for drafters that use its layers or its output head
     inputs: PyTree = None  # inputs that condition the text (`Model.init_cache`); set in `init` only
     source: Source | None = None  # what the encoder of the target has read, to copy from; not set in `init`
+    images: PyTree = None  # vectors of the images of the prompts (`Model.images`); set while a prompt is read only
     remaining: Array | None = None  # int32[B], tokens still to generate, if finished rows are not replaced; else None
     # () if the controller limits no draft, so that a loop over its depth may have a fixed length; None: it may. Neither
     # has leaves, so the choice is static.

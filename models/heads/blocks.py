@@ -31,7 +31,7 @@ def run_blocks(
     blocks: Sequence[Block], x: Array, step: L.PassInputs, cache: kv.KVCache, c: LlamaConfig
 ) -> tuple[Array, kv.Pending]:
     """Run `blocks` one after another, and return the residual stream and their keys and values."""
-    reach = attention_reach(c, cache, step.positions)
+    reach = attention_reach(c, cache, step.positions if step.rotary is None else step.rotary)
     new = []
     for i, block in enumerate(blocks):
         earlier = () if step.earlier is None else (step.earlier.k[i], step.earlier.v[i])
@@ -140,10 +140,13 @@ def commit_pairs(
     )
 
 
-def commit_first(context: Context, c: LlamaConfig, cache: kv.KVCache, pending: kv.Pending, count: Array) -> kv.KVCache:
-    """Return `cache` with the first `count` int32[B] pending entries of each row."""
+def commit_first(
+    context: Context, c: LlamaConfig, cache: kv.KVCache, pending: kv.Pending, count: Array, path: Array | None = None
+) -> kv.KVCache:
+    """Return `cache` with the first `count` int32[B] entries of `path` int32[B, T], or of all pending ones in order."""
     layout = _layout(context, c)
-    path = jnp.broadcast_to(jnp.arange(pending.positions.shape[1]), pending.positions.shape)
+    if path is None:
+        path = jnp.broadcast_to(jnp.arange(pending.positions.shape[1]), pending.positions.shape)
     return (kv.commit if layout is None else layout.commit)(cache, pending, path, count)
 
 

@@ -133,7 +133,7 @@ def chimera_head(config: ChimeraConfig) -> Head:
         return _follow(params, scratch, include_root(drafted), context, drafted.depth)
 
     def _follow(params, scratch: ChimeraScratch, drafted: DraftedNodes, context: Context, depth: Array | int):
-        module, (cache, feature), tokens = module_of(params), scratch.memory, drafted.tokens
+        module, (cache, feature, _), tokens = module_of(params), scratch.memory, drafted.tokens
         positions = cache.length[:, None] + drafted.depth
         step = pass_inputs(context, layer, cache, positions, drafted_mask(drafted), scratch.pending)
         previous = take_along(scratch.pair, drafted.parent[:, :, None], 1)

@@ -49,6 +49,7 @@ class FeaturePairs(NamedTuple):
     count: Array  # type: ignore[assignment]  # int32[B] or [B, R]
     first: Array | None = None  # int32[B, T], the first pair that each pair attends to; None: 0
     positions: Array | None = None  # int32[B, T], of the features, if training shifts them; None: the pairs' numbers
+    keys: Array | None = None  # key[B], of what a head draws in its training; None: it is not trained
 
 
 class DraftedNodes(NamedTuple):
@@ -128,6 +129,7 @@ class Head(NamedTuple):
     levels_per_pass: int = 1  # tree levels that one pass of its layers predicts
     target_layers: Callable[[int], Stretches] = _no_layers
     reads_keys: bool = False  # its layers attend to keys in `Context.cache`
+    reads_images: bool = False  # it reads `Context.images`
     feature: Callable[[PyTree, int], Array] | None = None
     training_head: Any = None  # Head; None: this head itself
     in_states: StateDraft | None = None

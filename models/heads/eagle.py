@@ -31,6 +31,7 @@ from specjax.models.decoder import make_attention
 from specjax.models.heads.autoregressive import autoregressive
 from specjax.models.heads.blocks import DraftVocabulary, embed, run_blocks, unembed
 from specjax.models.heads.contract import Head, HeadKind
+from specjax.models.heads.image_rows import ImagePairs
 from specjax.models.llama import LlamaConfig
 from specjax.types import Array, Context
 
@@ -62,6 +63,11 @@ class EagleConfig:
     @property
     def output_width(self) -> int:
         return self.layer.width * (2 if self.split else 1)
+
+    @property
+    def norms_input(self) -> bool:
+        """Return True if a norm precedes the first attention."""
+        return self.norms
 
 
 class Layer(nnx.Module):
@@ -104,7 +110,7 @@ class Eagle(nnx.Module):
         self.fc = L.Linear(2 * c.width, c.width, bias=config.bias, dtype=c.dtype, rngs=rngs)
         self.sampler = Sampler(c, rngs) if config.sampler else None
         last = lambda i: 2 if config.split and i == c.num_layers - 1 else 1
-        layer = lambda i: Layer(c, has_norm=config.norms or i > 0, outputs=last(i), rngs=rngs)
+        layer = lambda i: Layer(c, has_norm=config.norms_input or i > 0, outputs=last(i), rngs=rngs)
         self.stack = nnx.List([layer(i) for i in range(c.num_layers)])
         norm = lambda: L.RMSNorm(c.width, c.norm_eps, dtype=c.dtype) if config.norms else None
         self.embedding_norm, self.norm = norm(), norm()
@@ -119,10 +125,14 @@ class Eagle(nnx.Module):
     def fused(self, features: Array) -> Array:
         return features
 
-    def layers(self, embedded: Array, state: Array, step: L.PassInputs, cache: kv.KVCache) -> tuple[Array, kv.Pending]:
+    def layers(
+        self, embedded: Array, state: Array, step: L.PassInputs, cache: kv.KVCache, images: ImagePairs | None = None
+    ) -> tuple[Array, kv.Pending]:
         x = self.fc(jnp.concatenate([embedded, state], -1))
         if self.sampler is not None:
             x = self.sampler(x, embedded, step)
+        if images is not None:
+            x = images.put(x)
         return run_blocks(list(self.stack), x, step, cache, self.config.layer)
 
     def fed_back(self, outputs: Array) -> Array:

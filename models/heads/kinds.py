@@ -12,6 +12,7 @@ from specjax.models.heads import (
     eagle,
     eagle3,
     falcon,
+    flash,
     gemma4_assistant,
     hamburger,
     hidden_transfer,
@@ -21,10 +22,12 @@ from specjax.models.heads import (
     m2r2,
     medusa,
     mlp_speculator,
+    msd,
     mtp,
     p_eagle,
     ppd,
     redrafter,
+    specvlm,
 )
 from specjax.models.heads.blocks import abstract_params, init_params
 from specjax.models.heads.contract import DraftHead, HeadKind
@@ -32,9 +35,10 @@ from specjax.models.heads.contract import DraftHead, HeadKind
 KINDS: dict[str, HeadKind] = {
     kind.name: kind
     for kind in (
-        chimera.KIND, clover.KIND, *dflash.KINDS, eagle.KIND, eagle3.KIND, falcon.KIND, gemma4_assistant.KIND,
-        hamburger.KIND, hidden_transfer.KIND, hydra.KIND, kangaroo.KIND, longspec.KIND, m2r2.KIND, medusa.KIND,
-        mlp_speculator.KIND, mtp.KIND, p_eagle.KIND, ppd.KIND, redrafter.KIND,
+        chimera.KIND, clover.KIND, *dflash.KINDS, eagle.KIND, eagle3.KIND, falcon.KIND, flash.KIND,
+        gemma4_assistant.KIND, hamburger.KIND, hidden_transfer.KIND, hydra.KIND, kangaroo.KIND, longspec.KIND,
+        m2r2.KIND, medusa.KIND, mlp_speculator.KIND, msd.KIND, mtp.KIND, p_eagle.KIND, ppd.KIND, redrafter.KIND,
+        specvlm.KIND,
     )
 }  # fmt: skip
 

@@ -64,7 +64,7 @@ def separate_modules(kind: str, module: Callable[..., Any], config: Any) -> Head
         return memory.init(context, layer, config.output_width, batch, capacity)
 
     def read(params, state: HeadMemory, pairs: FeaturePairs, context: Context) -> HeadMemory:
-        cache, last = state
+        cache, last, _ = state
         modules = modules_of(params).modules
         step = causal_inputs(context, layer, cache, pairs.tokens.shape[1], pairs.first)
         embedded, x = modules[0].embedded(pairs.tokens, context), pairs.features.astype(layer.dtype)
@@ -82,7 +82,7 @@ def separate_modules(kind: str, module: Callable[..., Any], config: Any) -> Head
         return HeadMemory(commit_pairs(context, layer, cache, pending, pairs), ends)
 
     def start(params, state: HeadMemory, context: Context, places: int) -> tuple[AutoregressiveScratch, Array]:
-        cache, last = state
+        cache, last, _ = state
         outputs = jnp.zeros((last.shape[0], places, last.shape[1]), last.dtype).at[:, 0].set(last)
         scratch = AutoregressiveScratch(cache, kv.empty_pending(cache, places), outputs)
         return scratch, modules_of(params).modules[0].logits(last[:, :width], context)
@@ -90,7 +90,7 @@ def separate_modules(kind: str, module: Callable[..., Any], config: Any) -> Head
     def follow(
         params, scratch: AutoregressiveScratch, drafted: DraftedNodes, context: Context
     ) -> tuple[AutoregressiveScratch, Array]:
-        modules, (cache, pending, outputs) = modules_of(params).modules, scratch
+        modules, (cache, pending, outputs, _) = modules_of(params).modules, scratch
         states = jnp.split(take_along(outputs, drafted.parent[:, :, None], 1), n, -1)
         positions = cache.length[:, None] - 1 + drafted.depth
         step = pass_inputs(context, layer, cache, positions, drafted_mask(drafted), pending)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from specjax.models.decoder import DecoderConfig
+from specjax.models.llama import LlamaConfig
 
 Activation = Literal["gelu_tanh", "gelu", "quick_gelu"]
 V = TypeVar("V", bound="VisionLanguageConfig")
@@ -72,6 +73,11 @@ class VisionLanguageConfig(DecoderConfig):
     def vectors_per_tile(self) -> int:
         """Return the number of placeholders of an image, or of a tile of one."""
         return self.connector.num_vectors(self.tower.side)
+
+    def draft_head_config(self, num_layers: int = 1, **changes) -> Any:
+        """Return the config of a draft head with layers like those of the text model."""
+        text = LlamaConfig(**values_of(self, fields(DecoderConfig)))
+        return text.draft_head_config(num_layers, **changes)
 
     @classmethod
     def around(cls: type[V], text: DecoderConfig, **parts) -> V:

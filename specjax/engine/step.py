@@ -165,6 +165,8 @@ def _reader(
     """
     target, drafter, hook = parts.target, parts.drafter, parts.drafter.hooks.prefill
     context = _prompt_context(parts, state.tokens, state.length, state.keys, inputs)
+    read_images = target.model.images
+    context = context._replace(images=read_images and read_images(state.cache))
 
     def read(carry: tuple[PyTree, PyTree], *chunk: Any) -> tuple[PyTree, PyTree]:
         draft = carry[0] if hook is None else hook(drafter.params, carry[0], context, *chunk)

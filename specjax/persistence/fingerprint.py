@@ -45,6 +45,11 @@ def digest_weights(params: PyTree) -> str:
     return digest([(path, digest(as_bfloat16(value).tobytes())) for path, _, value in _sampled(params)])
 
 
+def digest_arrays(tree: PyTree) -> str:
+    """Return a digest of all values of some arrays."""
+    return digest(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree)))
+
+
 def check_run(folder: Any, ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
     """Check that a checkpoint in `folder` has the digests of this run. Raises: UsageError that names differences."""
     different = [name for name, value in ours.items() if theirs.get(name) != value]

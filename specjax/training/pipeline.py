@@ -117,6 +117,7 @@ def train_drafter(
     saved_tokenizer: Any = None,
     system: str | None = None,
     target_name: str | None = None,
+    image_processor: Any = None,
     observer: TrainingObserver | None = None,
 ) -> TrainedDrafter:
     """Train a draft head or draft model on responses of the target, and write the best one to a folder.
@@ -146,6 +147,8 @@ def train_drafter(
       system: system prompt before each user message. It is stored with the responses, as are the variables of the chat
         template (`Tokenizer.template_args`), and a folder of responses to others raises an error.
       target_name: a hub id or path by which other engines load the target, for the head's config; None: its name.
+      image_processor: that of a target that reads images (`models.load_image_processor`). Conversations may then have
+        images in the first message of the user.
       observer: receives progress.
 
     Raises: UsageError for invalid arguments. Most of them are checked before responses are generated.
@@ -163,7 +166,7 @@ def train_drafter(
     job = _Job(
         target, tokenizer, _find_start(target, tokenizer, options, saved), recipe, settings, folder,
         Path(responses or folder / "answers").expanduser(), Path(activations or folder / "states").expanduser(),
-        observer or TrainingObserver(), system=system,
+        observer or TrainingObserver(), system=system, image_processor=image_processor,
     )  # fmt: skip
     job.check()
     corpus = job.build_corpus(prompts, texts)
@@ -244,6 +247,7 @@ class _Job:
     activations: Path
     observer: TrainingObserver
     system: str | None = None  # system prompt before each user message
+    image_processor: Any = None
     writes: bool = field(default_factory=lambda: not jax.process_index())  # True on one host, which writes the results
 
     def check(self) -> None:
@@ -332,7 +336,13 @@ class _Job:
             settings.batch_size, settings.length, settings.seed, self.max_positions, self.system,
         )  # fmt: skip
         builder = CorpusBuilder(
-            self.target, self.tokenizer, corpus_settings, self.responses, self.observer, self.writes
+            self.target,
+            self.tokenizer,
+            corpus_settings,
+            self.responses,
+            self.observer,
+            self.writes,
+            self.image_processor,
         )
         return builder.build(prompts, texts)
 

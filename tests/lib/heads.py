@@ -17,6 +17,7 @@ from specjax.models.heads.dflash import DFlashConfig
 from specjax.models.heads.eagle import EagleConfig
 from specjax.models.heads.eagle3 import Eagle3Config
 from specjax.models.heads.falcon import FalconConfig
+from specjax.models.heads.flash import FlashConfig
 from specjax.models.heads.hamburger import HamburgerConfig
 from specjax.models.heads.hidden_transfer import HiddenTransferConfig
 from specjax.models.heads.hydra import HydraConfig
@@ -26,10 +27,12 @@ from specjax.models.heads.longspec import LongSpecConfig
 from specjax.models.heads.m2r2 import M2R2Config
 from specjax.models.heads.medusa import MedusaConfig
 from specjax.models.heads.mlp_speculator import MlpSpeculatorConfig
+from specjax.models.heads.msd import MsdConfig
 from specjax.models.heads.mtp import MtpConfig
 from specjax.models.heads.p_eagle import PEagleConfig
 from specjax.models.heads.ppd import PpdConfig
 from specjax.models.heads.redrafter import ReDrafterConfig
+from specjax.models.heads.specvlm import SpecVlmConfig
 from specjax.models.llama import LlamaConfig
 
 OF_OTHER_TARGETS = frozenset({"gemma4_assistant"})
@@ -95,6 +98,12 @@ def config_of(kind: str, target: Target):
         return PpdConfig(width, num_prompts=3, copies=2)
     if kind == "kangaroo":
         return KangarooConfig(layer_of(target), exit_layer=1)
+    if kind == "msd":
+        return MsdConfig(layer_of(target), vocab_size=vocab)
+    if kind == "flash":
+        return FlashConfig(layer_of(target), block_size=3, queries=2)
+    if kind == "specvlm":
+        return SpecVlmConfig(layer_of(target), vocab_size=vocab, queries=2)
     if kind == "longspec":  # its attention is that of the target
         c = target.model.config
         shape = {"num_heads": c.num_heads, "num_kv_heads": c.num_kv_heads, "head_dim": c.head_dim}

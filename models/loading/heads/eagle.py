@@ -42,6 +42,9 @@ TABLE = {
     **layer_table("stack.*", "layers.*"),
 }
 
+IMAGE_ROWS = "image_rows"
+"""The field that heads with rows of images have, whose tensors have the same names."""
+
 UNUSED = (r"verifier_", r"lm_head\.weight$", r".*rotary_emb\.inv_freq$")
 
 DIALECTS: dict[str, Rules] = {
@@ -54,6 +57,8 @@ DIALECTS: dict[str, Rules] = {
 def dialect_of(contents: Contents) -> str | None:
     """Return the dialect of the writer, or None for other files."""
     c, names = contents.config, contents.tensors
+    if c.has(IMAGE_ROWS):
+        return None
     if c.has("speculators_model_type"):
         return "speculators" if c.text("speculators_model_type") == "eagle" else None
     if "fc.fc.weight" in names:

@@ -16,11 +16,12 @@ from specjax.cli.options.groups import ModelOptions
 from specjax.cli.output.console import Console, print_json
 from specjax.cli.runs.environment import describe_command
 from specjax.cli.runs.session import open_session
-from specjax.cli.training.files import SourceFile, list_sources
+from specjax.cli.training.files import SourceFile, has_picture, list_sources
 from specjax.cli.training.observer import ConsoleObserver
 from specjax.cli.training.setting_flags import in_flags
-from specjax.models import loading
+from specjax.models import load_image_processor, loading
 from specjax.models.loading.heads import read_head
+from specjax.models.vision.config import VisionLanguageConfig
 from specjax.persistence.cards import write_card
 from specjax.training.objectives.recipes import Recipe
 from specjax.training.pipeline import DRAFT_MODEL, TrainedDrafter, TrainingSettings, prepare_folder, train_drafter
@@ -68,8 +69,7 @@ def run_training(
             draft=head or session.draft, layers=flags.layers, start=start, head_options=flags.head_options,
             recipe=flags.recipe, on_policy=flags.on_policy, settings=flags.settings, responses=flags.responses,
             system=flags.system, activations=flags.activations, saved_tokenizer=_find_tokenizer(flags),
-            target_name=_name_target(flags),
-            observer=observer,
+            target_name=_name_target(flags), image_processor=_find_image_processor(flags, session), observer=observer,
         )  # fmt: skip
     card: dict[str, Any] = {**describe_command(), **trained.card}
     if is_first:
@@ -105,6 +105,14 @@ def _find_tokenizer(flags: TrainingFlags) -> Any:
     name = flags.target if flags.layers else flags.draft
     source = loading.resolve(name)
     return source if source.is_dir() else loading.load_tokenizer(name)
+
+
+def _find_image_processor(flags: TrainingFlags, session: Any) -> Any:
+    """Return the image processor of the target; None if no prompt has an image, or if the target reads none."""
+    if not isinstance(session.target.model.config, VisionLanguageConfig) or not has_picture(flags.prompts):
+        return None
+    load = lambda folder: load_image_processor(folder, session.target, session.tokenizer)
+    return parse_flag("--prompts", load, loading.resolve(flags.target))
 
 
 def _print_result(trained: TrainedDrafter, card: dict[str, Any], out: Console) -> None:

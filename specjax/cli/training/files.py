@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specjax.cli.options.common import parse_flag
 from specjax.cli.options.prompts import LISTED
 from specjax.cli.output.console import Console
 from specjax.errors import require
 from specjax.training.data.conversation_files import TextFile, read_text_file
-from specjax.training.data.conversations import TextSource, is_conversation
+from specjax.training.data.conversations import TextSource, is_conversation, pictures_of
 
 
 class SourceFile(NamedTuple):
@@ -30,6 +30,13 @@ def read_files(paths: Sequence[Path], flag: str) -> list[SourceFile]:
 def has_conversation(files: Sequence[SourceFile]) -> bool:
     """Return True if one of the texts is a conversation."""
     return any(is_conversation(source) for _, content in files for source in content.sources)
+
+
+def has_picture(files: Sequence[SourceFile]) -> bool:
+    """Return True if one of the conversations has an image."""
+    sources = [source for _, content in files for source in content.sources]
+    messages: Any = [source for source in sources if is_conversation(source)]
+    return any(map(pictures_of, messages))
 
 
 def check_folder(folder: Path | None, flag: str) -> None:

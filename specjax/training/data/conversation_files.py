@@ -9,6 +9,9 @@ A file has one text per line, one JSON object per line, or one JSON list of obje
     "instruction": "...", optionally with "input" or "context", and "output" or "response"
     "text": "..."
 
+For targets that read images, the content of the first message may be a list with parts {"type": "image", "path": ...},
+or "images" may stand beside the text with a list of paths. They are relative to the file.
+
 A "system" text may stand beside them. Entries that cannot be used are reported by number, and the others are read.
 """
 
@@ -21,7 +24,7 @@ from typing import Any, NamedTuple
 
 from specjax.errors import UsageError
 from specjax.files.untrusted import is_text, quote, read_text
-from specjax.training.data.conversations import ASSISTANT, Message, TextSource
+from specjax.training.data.conversations import ASSISTANT, Message, TextSource, is_conversation
 
 MAX_FILE_BYTES = 1 << 31
 ROLES = {
@@ -59,7 +62,8 @@ def read_text_file(path: str | Path) -> TextFile:
     sources, bad = [], []
     for number, entry in _split(read_text(path, MAX_FILE_BYTES), Path(path)):
         try:
-            sources.append(_parse_line(entry) if isinstance(entry, _Line) else parse_entry(entry))
+            source = _parse_line(entry) if isinstance(entry, _Line) else parse_entry(entry)
+            sources.append(with_folder(source, Path(path).parent))
         except UsageError as error:
             bad.append(BadEntry(number, str(error)))
     if not sources:
@@ -109,8 +113,8 @@ def parse_entry(entry: Any) -> TextSource:
     if not isinstance(entry, Mapping):
         return _text(entry, "the entry")
     system = [{"role": "system", "content": _text(entry["system"], '"system"')}] if entry.get("system") else []
-    messages = [*system, *_parse_messages(entry)]
-    if len(messages) == 1 and messages[0]["role"] == "user":
+    messages = _with_images([*system, *_parse_messages(entry)], entry.get("images"))
+    if len(messages) == 1 and isinstance(messages[0]["content"], str) and messages[0]["role"] == "user":
         return messages[0]["content"]
     if not any(message["role"] == "user" for message in messages):
         raise UsageError("the conversation has no message of the user")
@@ -166,21 +170,61 @@ def _parse_message(message: Any) -> Message:
         raise UsageError(f"the role {quote(name)} is not one of {', '.join(ROLES)}")
     role, content = ROLES[name.lower()], message.get("content", message.get("value"))
     if isinstance(content, list):
-        content = "".join(_part(part) for part in content)
+        content = _parts(content)
     if content is None and message.get("tool_calls"):
         content = ""
-    elif not isinstance(content, str):
+    elif not isinstance(content, str | list):
         raise UsageError("a message has no text; it needs the field content or value, a string")
     extra = {key: value for key, value in message.items() if key not in ("role", "from", "content", "value")}
-    return {"role": role, "content": _check_text(content), **extra}
+    return {"role": role, "content": _check_text(content) if isinstance(content, str) else content, **extra}
 
 
-def _part(part: Any) -> str:
-    """Return the text of a part of a message."""
+def _parts(content: list[Any]) -> str | list[dict[str, str]]:
+    """Return the parts of a message, or its text if it has no image."""
+    parts = [_part(part) for part in content]
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _part(part: Any) -> dict[str, str]:
+    """Return a part of a message: a text, or an image with its path."""
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
+        return {"type": "text", "text": _check_text(part["text"])}
+    if isinstance(part, Mapping) and part.get("type") == "image" and isinstance(part.get("path"), str):
+        return {"type": "image", "path": part["path"]}
     kind = part.get("type") if isinstance(part, Mapping) else part
-    raise UsageError(f"a message has a part of type {quote(kind)}, and only text can be read")
+    raise UsageError(f"a message has a part of type {quote(kind)}, and only text and images with a path can be read")
+
+
+def _with_images(messages: list[Message], images: Any) -> list[Message]:
+    """Return the messages with images before the text of the first one of the user."""
+    if not images:
+        return messages
+    paths = images if isinstance(images, list) else [images]
+    if not all(isinstance(path, str) and path for path in paths):
+        raise UsageError('"images" is no list of paths')
+    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None or not isinstance(messages[first]["content"], str):
+        raise UsageError('"images" needs a message of the user with a text')
+    parts = [*({"type": "image", "path": path} for path in paths), {"type": "text", "text": messages[first]["content"]}]
+    return [*messages[:first], {**messages[first], "content": parts}, *messages[first + 1 :]]
+
+
+def with_folder(source: TextSource, folder: Path) -> TextSource:
+    """Return a text or conversation whose paths of images are relative to a folder."""
+    if not is_conversation(source):
+        return source
+
+    def move(part: Mapping[str, str]) -> Mapping[str, str]:
+        return {**part, "path": str(folder / part["path"])} if part["type"] == "image" else part
+
+    def move_all(message: Message) -> Message:
+        content = message["content"]
+        return message if isinstance(content, str) else {**message, "content": list(map(move, content))}
+
+    messages: Any = source
+    return list(map(move_all, messages))
 
 
 def _text(value: Any, name: str) -> str:

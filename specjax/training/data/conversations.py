@@ -47,6 +47,12 @@ def with_system(messages: Sequence[Message], system: str | None) -> Sequence[Mes
     return [{"role": "system", "content": system}, *messages]
 
 
+def pictures_of(messages: Sequence[Message]) -> list[str]:
+    """Return the paths of the images in messages."""
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    return [part["path"] for part in parts if part["type"] == "image"]
+
+
 def question_turns(messages: Sequence[Message]) -> list[list[Message]]:
     """Return the messages before each answer. Answers that are given are left out, because the target answers itself.
 

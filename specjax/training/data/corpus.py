@@ -10,8 +10,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.models.vision.grids import PromptPatches
+from specjax.models.vision.memory import images
 from specjax.parallel import check_same
-from specjax.persistence.fingerprint import digest_weights
+from specjax.persistence.fingerprint import digest_arrays, digest_weights
 from specjax.training.data.conversations import (
     ASSISTANT,
     Message,
@@ -20,6 +22,7 @@ from specjax.training.data.conversations import (
     given_turns,
     is_conversation,
     join_turns,
+    pictures_of,
     question_turns,
     split_ids,
     with_system,
@@ -33,7 +36,7 @@ from specjax.training.data.target_responses import (
     decode_messages,
     generate_responses,
 )
-from specjax.types import Target
+from specjax.types import PyTree, Target
 
 
 class Corpus(NamedTuple):
@@ -73,6 +76,7 @@ class _Request(NamedTuple):
     max_new_tokens: int
     temperature: float
     identity: dict[str, Any]
+    inputs: Sequence[PyTree] | None = None  # arrays [1, ...] per prompt; None: the target reads tokens only
 
 
 class _Dialogue:
@@ -83,10 +87,15 @@ class _Dialogue:
         self.questions: list[list[Message]] = []  # messages before each answer
         self.history: list[Message] = []
         self.turns: list[Turn] = []
+        self.pictures: list[str] = []  # paths of the images, all of the first question
+        self.tiles: Any = None  # the images as the target reads them, after the first `next_prompt`
         if isinstance(source, str):
             self.questions = [list(with_system([{"role": "user", "content": source}], system))]
         elif is_conversation(source):
             self.questions = question_turns(with_system(source, system))  # type: ignore[arg-type]
+            self.pictures = pictures_of([message for turn in self.questions[:1] for message in turn])
+            if any(map(pictures_of, self.questions[1:])):
+                raise UsageError("an image is in a later question, and only the first one may have images")
         else:
             self.ids = list(map(int, source))  # type: ignore[arg-type]
 
@@ -95,11 +104,19 @@ class _Dialogue:
         """Return True if the target has answered all turns."""
         return len(self.turns) >= (1 if self.ids is not None else len(self.questions))
 
-    def next_prompt(self, tokenizer: Any) -> list[int]:
-        """Return the token ids up to the next answer."""
+    def next_prompt(self, tokenizer: Any, processor: Any = None) -> list[int]:
+        """Return the token ids up to the next answer.
+
+        processor: the image processor of the target. Raises: UsageError without one for a conversation with images.
+        """
         if self.ids is not None:
             return self.ids
         messages = [*self.history, *self.questions[len(self.turns)]]
+        if self.pictures:
+            if processor is None:
+                raise UsageError("the conversation has images, and the target reads none")
+            ids, self.tiles = processor.chat(messages, self.pictures)
+            return list(ids)
         is_single = len(messages) == 1
         return list(map(int, tokenizer.chat(messages[0]["content"] if is_single else messages)))
 
@@ -122,6 +139,8 @@ class CorpusBuilder:
     responses: Path  # folder of the responses
     listener: CorpusListener
     writes: bool = True  # write new responses; True on one host only
+    processor: Any = None  # the image processor of the target (`models.load_image_processor`); None: it reads no images
+    sizes: dict[str, int] | None = None  # of the inputs of all prompts, once those with images are known
 
     def build(self, prompts: Sequence[TextSource], texts: Sequence[TextSource]) -> Corpus:
         """Return responses to the prompts, or the texts with responses to the held-out prompts.
@@ -175,7 +194,8 @@ class CorpusBuilder:
         for source in sources:
             try:
                 dialogue = _Dialogue(source, settings.system)
-                ids = [] if not (dialogue.ids or dialogue.questions) else dialogue.next_prompt(self.tokenizer)
+                is_empty = not (dialogue.ids or dialogue.questions)
+                ids = [] if is_empty else dialogue.next_prompt(self.tokenizer, self.processor)
             except UsageError as error:
                 refused.append(str(error))
                 continue
@@ -197,7 +217,9 @@ class CorpusBuilder:
                 f"left out: {len(fitting) - len(trainable)} prompts that fill rows of {settings.length} tokens "
                 "(`length`)"
             )
-        different = [dialogue for dialogue, _ in {tuple(entry[1]): entry for entry in trainable}.values()]
+        name = lambda entry: (tuple(entry[1]), tuple(entry[0].pictures))
+        different = [dialogue for dialogue, _ in {name(entry): entry for entry in trainable}.values()]
+        self.sizes = _sizes_of([dialogue.tiles for dialogue in different if dialogue.tiles is not None])
         if not different and not settings.held_out and not has_texts:
             raise UsageError(
                 f"no prompt fits a row of {settings.length} tokens; give more prompts, or a larger `length`"
@@ -218,6 +240,8 @@ class CorpusBuilder:
         length, pieces, refused = self.settings.length, [], []
         for text in texts:
             try:
+                if is_conversation(text) and pictures_of(text):  # type: ignore[arg-type]
+                    raise UsageError("images are read in prompts only, which the target answers")
                 if is_conversation(text):
                     pieces += join_turns(given_turns(with_system(text, self.settings.system), self.tokenizer))  # type: ignore[arg-type]
                 else:
@@ -258,7 +282,10 @@ class CorpusBuilder:
             fitting = [(dialogue, ids) for dialogue, ids in zip(active, prompts, strict=True) if ids is not None]
             ended += len(active) - len(fitting)
             batch = [ids for _, ids in fitting]
-            request = _Request(batch, [0] * len(batch), limit, self.settings.temperature, {"max_new_tokens": limit})
+            request = _Request(
+                batch, [0] * len(batch), limit, self.settings.temperature, {"max_new_tokens": limit},
+                self._inputs_of(batch, [dialogue for dialogue, _ in fitting]),
+            )  # fmt: skip
             responses = self._load_or_generate(request, self.responses, "answering")
             for (dialogue, prompt), response in zip(fitting, responses, strict=True):
                 dialogue.add_answer(prompt, response.text.response_tokens, self.tokenizer)
@@ -267,12 +294,27 @@ class CorpusBuilder:
             self.listener.on_note(
                 f"left out: later turns of {ended} conversations, which leave no room or do not fit the template"
             )
-        return [join_turns(dialogue.turns) for dialogue in dialogues]
+        return [self._join(dialogue) for dialogue in dialogues]
+
+    def _join(self, dialogue: _Dialogue) -> list[TrainingText]:
+        """Return the texts of a conversation, with its images."""
+        texts = join_turns(dialogue.turns)
+        inputs = self._inputs_of([text.tokens[: text.prompt_length] for text in texts], [dialogue] * len(texts))
+        if inputs is None:
+            return texts
+        return [text._replace(inputs=row) for text, row in zip(texts, inputs, strict=True)]
+
+    def _inputs_of(self, prompts: Sequence[Sequence[int]], dialogues: Sequence[_Dialogue]) -> list[PyTree] | None:
+        """Return the images of each prompt, all in one shape; None if no prompt of the run has any."""
+        if self.sizes is None:
+            return None
+        pairs = zip(prompts, dialogues, strict=True)
+        return [images(self.target, [ids], [dialogue.tiles], **self.sizes) for ids, dialogue in pairs]
 
     def _next_prompt(self, dialogue: _Dialogue) -> list[int] | None:
         """Return the next prompt of a conversation; None if the template refuses it, or if it leaves no room."""
         try:
-            ids = dialogue.next_prompt(self.tokenizer)
+            ids = dialogue.next_prompt(self.tokenizer, self.processor)
         except UsageError:
             return None
         return ids if self._has_room(ids) and len(ids) + PAIR_TOKENS <= self.settings.length else None
@@ -286,23 +328,36 @@ class CorpusBuilder:
             "template_args": dict(getattr(self.tokenizer, "template_args", {})) or None,
         }  # fmt: skip
         store = ResponseStore(folder, identity, writes=self.writes)
-        pairs = list(zip(request.prompts, request.numbers, strict=True))
-        check_same([(ids, number, store.get(ids, number)) for ids, number in pairs], "prompts and responses")
-        missing = [(ids, number) for ids, number in pairs if store.get(ids, number) is None]
-        missing.sort(key=lambda pair: len(pair[0]))  # prompts of equal length finish their prefill together
+        inputs = request.inputs
+        digests = [""] * len(request.prompts) if inputs is None else list(map(digest_arrays, inputs))
+        names = list(zip(request.prompts, request.numbers, digests, strict=True))
+        check_same([(*name, store.get(*name)) for name in names], "prompts and responses")
+        missing = [place for place, name in enumerate(names) if store.get(*name) is None]
+        missing.sort(key=lambda place: len(request.prompts[place]))  # equal lengths finish their prefill together
         tokens = 0
         if missing:
             responses = generate_responses(
-                self.target, [ids for ids, _ in missing], eos=self.tokenizer.eos,
+                self.target, [request.prompts[place] for place in missing], eos=self.tokenizer.eos,
                 max_new_tokens=request.max_new_tokens, temperature=request.temperature, slots=settings.batch_size,
-                seed=settings.seed, numbers=[number for _, number in missing],
+                seed=settings.seed, numbers=[request.numbers[place] for place in missing],
+                inputs=None if inputs is None else [inputs[place] for place in missing],
             )  # fmt: skip
             self.listener.on_responses(stage, 0, len(missing), 0)
             for done, response in enumerate(responses, 1):
                 store.add(response)
                 tokens += response.text.response_length
                 self.listener.on_responses(stage, done, len(missing), tokens)
-        return [stored for ids, number in pairs if (stored := store.get(ids, number)) is not None]
+        return [stored for name in names if (stored := store.get(*name)) is not None]
+
+
+def _sizes_of(tiles: Sequence[Any]) -> dict[str, int] | None:
+    """Return the arguments of `models.images` that give all of these images one shape; None without images."""
+    if not tiles:
+        return None
+    if isinstance(tiles[0], PromptPatches):
+        largest = max(int(np.asarray(entry.grids).prod(1).max()) for entry in tiles)
+        return {"num_tiles": max(len(entry.grids) for entry in tiles), "num_patches": largest}
+    return {"num_tiles": max(len(entry.pixels) for entry in tiles)}
 
 
 def _is_valid_unicode(text: str) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.types import Array
+from specjax.errors import UsageError
+from specjax.types import Array, PyTree
 
 PAIR_TOKENS = 2
 """Tokens before the first draft of a round. A round reads the pair (x_t, x_{t+1}) and drafts x_{t+2} first, so a text
@@ -21,6 +23,7 @@ class TrainingText(NamedTuple):
     tokens: tuple[int, ...]
     prompt_length: int  # number of tokens of the first prompt; the response follows them
     asides: tuple[tuple[int, int], ...] = ()  # begin and end of the prompts of later turns
+    inputs: PyTree = None  # inputs of the target in addition to tokens (`Model.init_cache`), arrays [1, ...]
 
     @property
     def responses(self) -> list[tuple[int, int]]:
@@ -41,7 +44,7 @@ class TrainingText(NamedTuple):
     def cut(self, length: int) -> TrainingText:
         """Return the first `length` tokens."""
         asides = tuple((begin, min(end, length)) for begin, end in self.asides if begin < length)
-        return TrainingText(self.tokens[:length], min(self.prompt_length, length), asides)
+        return TrainingText(self.tokens[:length], min(self.prompt_length, length), asides, self.inputs)
 
 
 class PackedBatch(NamedTuple):
@@ -50,6 +53,7 @@ class PackedBatch(NamedTuple):
     tokens: Array  # int32[B, T]
     text_start: Array  # int32[B, T], column where the text of each token begins; padding counts as a separate text
     loss_mask: Array  # bool[B, T], True for tokens of responses
+    inputs: PyTree = None  # inputs of the target in addition to tokens; each row then has one text
 
 
 def pack(texts: Iterable[TrainingText], rows: int, length: int, one_per_row: bool = False) -> list[PackedBatch]:
@@ -57,12 +61,13 @@ def pack(texts: Iterable[TrainingText], rows: int, length: int, one_per_row: boo
 
     Texts longer than a row are cut. The last batch may have empty rows. No text is split over two rows.
 
-    Args: one_per_row: put only one text into each row.
+    Args: one_per_row: put only one text into each row. Texts with inputs have a row of their own anyway.
     """
     batches, open_rows = [], [_PackedRow(length) for _ in range(rows)]
     for text in texts:
         text = text.cut(length)
-        row = next((row for row in open_rows if row.fits(text, one_per_row)), None)
+        is_alone = one_per_row or text.inputs is not None
+        row = next((row for row in open_rows if row.fits(text, is_alone)), None)
         if row is None:
             batches.append(_stack_rows(open_rows))
             open_rows = [_PackedRow(length) for _ in range(rows)]
@@ -90,6 +95,7 @@ class _PackedRow:
     def __init__(self, length: int):
         self.tokens, self.text_start = np.zeros(length, np.int32), np.zeros(length, np.int32)
         self.loss_mask = np.zeros(length, bool)
+        self.inputs: PyTree = None
         self.used = 0
 
     def fits(self, text: TrainingText, one_per_row: bool) -> bool:
@@ -101,13 +107,29 @@ class _PackedRow:
         self.text_start[columns.start :] = columns.start
         for begin, end in text.responses:
             self.loss_mask[columns.start + begin : columns.start + end] = True
-        self.used = columns.stop
+        self.used, self.inputs = columns.stop, text.inputs
         self.text_start[columns.stop :] = columns.stop
 
 
 def _stack_rows(rows: Sequence[_PackedRow]) -> PackedBatch:
-    arrays = (np.stack([getattr(row, name) for row in rows]) for name in PackedBatch._fields)
-    return PackedBatch(*map(jnp.asarray, arrays))
+    stack = lambda name: jnp.asarray(np.stack([getattr(row, name) for row in rows]))
+    inputs = _stack_inputs([row.inputs for row in rows])
+    return PackedBatch(stack("tokens"), stack("text_start"), stack("loss_mask"), inputs)
+
+
+def _stack_inputs(by_row: Sequence[PyTree]) -> PyTree:
+    """Return the inputs of a batch; None if no row has any. Empty rows get those of another row, which nobody reads.
+
+    Raises: UsageError if the inputs of rows differ in shape.
+    """
+    of_rows = [inputs for inputs in by_row if inputs is not None]
+    if not of_rows:
+        return None
+    shapes = {str(jax.tree.map(jnp.shape, inputs)) for inputs in of_rows}
+    if len(shapes) > 1:
+        raise UsageError("the inputs of training texts differ in shape; make them with equal num_tiles and num_patches")
+    rows = [of_rows[0] if inputs is None else inputs for inputs in by_row]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *rows)
 
 
 def find_round_starts(packed: PackedBatch) -> np.ndarray:

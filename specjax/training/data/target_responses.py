@@ -19,9 +19,10 @@ from specjax.errors import UsageError
 from specjax.files.atomic import write_atomic
 from specjax.files.untrusted import first_line, quote, read_json
 from specjax.parallel import gather
+from specjax.persistence.fingerprint import digest_arrays
 from specjax.serving.requests import Request
 from specjax.training.data.packing import TrainingText
-from specjax.types import Drafter, Target
+from specjax.types import Drafter, PyTree, Target
 
 ABOUT, SHARD_SIZE = "answers.json", 1024  # responses per file
 PROMPT_TOKENS = 96  # limit of a prompt that the target writes
@@ -33,6 +34,7 @@ class TargetResponse(NamedTuple):
     text: TrainingText
     finish_reason: str
     number: int = 0  # index among the responses to the same prompt
+    images: str = ""  # digest of the images of the prompt, if it has any
 
 
 def generate_responses(
@@ -46,17 +48,30 @@ def generate_responses(
     slots: int = 16,
     seed: int = 0,
     numbers: Sequence[int] | None = None,
+    inputs: Sequence[PyTree] | None = None,
 ) -> Iterator[TargetResponse]:
     """Generate a response to each prompt, `slots` at a time, and yield each when it is complete.
 
     A sampled response depends only on `seed`, its prompt and its number, not on the order or the batch.
 
-    Args: numbers: one number per prompt, for several responses to the same prompt; None: all are 0.
+    Args:
+      numbers: one number per prompt, for several responses to the same prompt; None: all are 0.
+      inputs: arrays [1, ...] per prompt that the target reads in addition to tokens, such as images; None: it reads
+        none.
+
+    Raises: UsageError for inputs of a target whose batch is split over devices.
     """
     numbers = [0] * len(prompts) if numbers is None else numbers
     mesh = target.model.mesh
+    rows = [None] * len(prompts) if inputs is None else [jax.tree.map(lambda x: x[0], row) for row in inputs]
+    digests = ["" if row is None else digest_arrays(row) for row in rows]
     # `serve` cannot refill single rows that are split over devices or hosts.
     if mesh is not None and (mesh.shape.get("data", 1) > 1 or jax.process_count() > 1):
+        if inputs is not None:
+            raise UsageError(
+                'prompts with images cannot be answered in a batch that is split over devices; leave the axis "data" '
+                "out of the mesh"
+            )
         for start in range(0, len(prompts), slots):
             part = slice(start, start + slots)
             yield from _decode_batch(
@@ -67,12 +82,13 @@ def generate_responses(
     longest = max(map(len, prompts), default=1)
     unfinished: dict[int, list[int]] = {}
     requests = (
-        Request(list(prompt), key=_derive_seed(seed, number, prompt))
-        for prompt, number in zip(prompts, numbers, strict=True)
+        Request(list(prompt), key=_derive_seed(seed, number, prompt), inputs=row)
+        for prompt, number, row in zip(prompts, numbers, rows, strict=True)
     )
     steps = serve(
         target, drafter, requests, slots=min(slots, max(len(prompts), 1)), longest_prompt=longest,
         max_new_tokens=max_new_tokens, temperature=temperature, eos=list(eos), max_slowdown=math.inf,
+        inputs=None if inputs is None else next(iter(rows), None),
     )  # fmt: skip
     for step in steps:
         if step.error is not None:
@@ -81,7 +97,7 @@ def generate_responses(
         if step.finish_reason is not None:
             prompt, tokens = prompts[step.request], unfinished.pop(step.request)
             text = TrainingText((*map(int, prompt), *tokens), len(prompt))
-            yield TargetResponse(text, step.finish_reason, numbers[step.request])
+            yield TargetResponse(text, step.finish_reason, numbers[step.request], digests[step.request])
 
 
 def _decode_batch(
@@ -119,7 +135,7 @@ class ResponseStore:
         Raises: UsageError if the folder cannot be written, holds responses with another identity, or broken files.
         """
         self.folder = Path(folder).expanduser()
-        self.responses: dict[tuple[tuple[int, ...], int], TargetResponse] = {}
+        self.responses: dict[tuple[tuple[int, ...], int, str], TargetResponse] = {}
         self._vocab_size = identity.get("vocabulary", sys.maxsize)
         self._lines = 0
         self._line_end = ""  # "\n" if the last line is incomplete
@@ -170,21 +186,23 @@ class ResponseStore:
 
     def _remember(self, response: TargetResponse) -> None:
         prompt = response.text.tokens[: response.text.prompt_length]
-        self.responses[prompt, response.number] = response
+        self.responses[prompt, response.number, response.images] = response
 
-    def get(self, prompt: Sequence[int], number: int = 0) -> TargetResponse | None:
-        """Return the stored response to a prompt, or None."""
-        return self.responses.get((tuple(prompt), number))
+    def get(self, prompt: Sequence[int], number: int = 0, images: str = "") -> TargetResponse | None:
+        """Return the stored response to a prompt, or None. images: digest of its images; "": it has none."""
+        return self.responses.get((tuple(prompt), number, images))
 
     def add(self, response: TargetResponse) -> None:
         """Add a response, and write it to the folder."""
         self._remember(response)
         if not self._writes:
             return
-        tokens, count, _ = response.text
+        tokens, count = response.text.tokens, response.text.prompt_length
         entry: dict[str, Any] = {"prompt": tokens[:count], "answer": tokens[count:], "finish": response.finish_reason}
         if response.number:
             entry["number"] = response.number
+        if response.images:
+            entry["images"] = response.images
         path = self.folder / f"answers-{self._lines // SHARD_SIZE:05d}.jsonl"
         try:
             with path.open("a", encoding="utf-8") as file:
@@ -201,7 +219,8 @@ def _parse_response(entry: Any, vocab_size: int) -> TargetResponse:
     for token in (*prompt, *response):
         if type(token) is not int or not 0 <= token < vocab_size:
             raise ValueError(f"{quote(token)} is not one of the {vocab_size} token ids")
-    return TargetResponse(TrainingText((*prompt, *response), len(prompt)), str(entry["finish"]), int(number))
+    text, images = TrainingText((*prompt, *response), len(prompt)), str(entry.get("images", ""))
+    return TargetResponse(text, str(entry["finish"]), int(number), images)
 
 
 def start_chat(text: str, system: str | None) -> str | list[dict[str, str]]:
@@ -244,7 +263,7 @@ def generate_prompts(
 def decode_messages(responses: Iterable[TargetResponse], tokenizer: Any) -> Iterator[str]:
     """Decode the complete messages among the responses, and skip duplicates."""
     messages = set()
-    for text, finish_reason, _ in responses:
+    for text, finish_reason, *_ in responses:
         message = tokenizer.decode(text.tokens[text.prompt_length :]).strip()
         if finish_reason == "eos" and message and message not in messages:
             messages.add(message)

@@ -62,6 +62,7 @@ class ScheduleOptions(NamedTuple):
     starts_per_row: int | None = None  # limit of rounds per row; None: all positions
     packs: bool = True  # several texts per row
     multiple: int = 1  # the number of rounds per row is rounded up to a multiple of this
+    rising: int | None = None  # placeholder of images, whose texts are drawn more and more often; None: texts are alike
     resamples: bool = False  # batches may be given new responses, with more positions than the texts have
 
 
@@ -74,7 +75,11 @@ def make_schedule(texts: Sequence[TrainingText], options: ScheduleOptions) -> Tr
     token_numbers: list[list[PackedBatch]] = []
     numbered = number_tokens(texts)
     for epoch in range(options.epochs):
-        order = np.random.default_rng([options.seed, epoch]).permutation(len(texts))
+        rng = np.random.default_rng([options.seed, epoch])
+        order = rng.permutation(len(texts))
+        if options.rising is not None:
+            has_image = np.array([options.rising in text.tokens for text in texts], bool)
+            order = draw_rising(rng, order, has_image, epoch / options.epochs, (epoch + 1) / options.epochs)
         for source, packed in ((texts, batches), (numbered, token_numbers)):
             shuffled = [source[i] for i in order]
             packed.append(pack(shuffled, options.rows, options.length, one_per_row=not options.packs))
@@ -89,3 +94,26 @@ def make_schedule(texts: Sequence[TrainingText], options: ScheduleOptions) -> Tr
     if options.starts_per_row is not None:
         starts = min(options.starts_per_row, starts)
     return TrainingSchedule(batches, -(-starts // options.multiple) * options.multiple, token_numbers)
+
+
+def image_share(progress: float) -> float:
+    """Return the probability that MSD's training draws a text with an image, for the finished share of the run."""
+    return max(0.0, 2 * progress - 1)
+
+
+def draw_rising(
+    rng: np.random.Generator, order: np.ndarray, has_image: np.ndarray, begin: float, end: float
+) -> np.ndarray:
+    """Return as many texts as `order` int[n] has, with images more often towards the end (MSD, arXiv 2505.14260).
+
+    Texts of one kind are taken in this order, and again from its beginning. Texts of only one kind stay as they are.
+
+    Args: has_image: bool[n], of each text. begin, end: finished shares of the run before and after these texts.
+    """
+    kinds = order[~has_image[order]], order[has_image[order]]
+    if not all(map(len, kinds)):
+        return order
+    progress = begin + (end - begin) * np.arange(len(order)) / len(order)
+    draws = rng.random(len(order)) < [image_share(share) for share in progress]
+    place = np.where(draws, np.cumsum(draws), np.cumsum(~draws)) - 1
+    return np.array([kinds[int(kind)][i % len(kinds[int(kind)])] for kind, i in zip(draws, place, strict=True)])

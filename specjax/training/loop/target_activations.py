@@ -26,7 +26,7 @@ from specjax.files.sizes import GIB, gib
 from specjax.files.untrusted import read_json
 from specjax.numerics.global_arrays import gather
 from specjax.parallel.hosts import check_same
-from specjax.persistence.fingerprint import digest, digest_model
+from specjax.persistence.fingerprint import digest, digest_arrays, digest_model
 from specjax.training.data.packing import PackedBatch, TrainingText, number_tokens, pack
 from specjax.training.measure.acceptance_eval import place_batch
 from specjax.training.objectives.unroll import TargetActivations, run_target_without_cache
@@ -121,7 +121,7 @@ class ActivationCache:
         identity = self.check(target, objective)
         assert target is not None and objective.taps is not None
         cut = [text.cut(length) for text in texts]
-        names = [digest(tuple(map(int, text.tokens))) for text in cut]
+        names = [_digest_text(text) for text in cut]
         compute = functools.partial(run_target_without_cache, taps=objective.taps)
         shapes: Any = [jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, jnp.int32, jnp.bool)]
         shape = jax.eval_shape(compute, target, PackedBatch(*shapes))
@@ -216,6 +216,12 @@ class ActivationCache:
                         written += size
             self.on_progress(end - 1 + done, end - 1 + total)
         check_same("read", "activations")  # the other hosts wait for the files of the first
+
+
+def _digest_text(text: TrainingText) -> str:
+    """Return the name of a text in the index."""
+    tokens = tuple(map(int, text.tokens))
+    return digest(tokens if text.inputs is None else (tokens, digest_arrays(text.inputs)))
 
 
 @contextlib.contextmanager

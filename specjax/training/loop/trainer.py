@@ -20,7 +20,7 @@ from specjax.models.heads.contract import DraftHead
 from specjax.models.variants.expanding import check_trainable
 from specjax.numerics.validation import check_integer, check_range
 from specjax.parallel import gather, place, shard_head
-from specjax.persistence.fingerprint import describe, digest, digest_model, digest_weights
+from specjax.persistence.fingerprint import describe, digest, digest_arrays, digest_model, digest_weights
 from specjax.training.data.packing import PackedBatch, TrainingText, choose_round_starts, find_round_starts, pack
 from specjax.training.loop.checkpoints import TrainingCheckpoints
 from specjax.training.loop.optimizers import check_frozen, split_params
@@ -139,7 +139,9 @@ def train(
     mesh = None if target is None else target.model.mesh
     if isinstance(trainable, DraftHead) and mesh is not None:
         trainable = shard_head(trainable, mesh)
-    schedule = _plan_batches(texts, recipe, settings, resamples=replace_batch is not None)
+    placeholder = None if target is None else target.model.capabilities.placeholder
+    rising = placeholder if recipe.rising_images else None
+    schedule = _plan_batches(texts, recipe, settings, rising, resamples=replace_batch is not None)
     plan = TrainingPlan(recipe, objective, schedule.steps, chunk, accumulate, identity["dtype"])
     state, frozen = init_state(plan, trainable.params)
     if mesh is not None:
@@ -202,7 +204,14 @@ def _data_identity(
 
 def _digest_texts(texts: Sequence[TrainingText]) -> str:
     """Return a digest of texts, which depends on their order."""
-    return digest([(int(text.prompt_length), text.asides, *map(int, text.tokens)) for text in texts])
+    return digest(
+        [(int(text.prompt_length), text.asides, *map(int, text.tokens), *_digest_inputs(text)) for text in texts]
+    )
+
+
+def _digest_inputs(text: TrainingText) -> list[str]:
+    """Return a digest of the inputs of a text, in a list; [] if it has none."""
+    return [] if text.inputs is None else [digest_arrays(text.inputs)]
 
 
 def _digest_frozen(frozen: PyTree) -> str:
@@ -212,11 +221,11 @@ def _digest_frozen(frozen: PyTree) -> str:
 
 
 def _plan_batches(
-    texts: Sequence[TrainingText], recipe: Recipe, settings: LoopSettings, resamples: bool
+    texts: Sequence[TrainingText], recipe: Recipe, settings: LoopSettings, rising: int | None, resamples: bool
 ) -> TrainingSchedule:
     options = ScheduleOptions(
         settings.epochs, settings.accumulate * settings.rows, settings.length, settings.seed, settings.starts_per_row,
-        packs=recipe.packs and not resamples, multiple=settings.chunk or 1, resamples=resamples,
+        packs=recipe.packs and not resamples, multiple=settings.chunk or 1, rising=rising, resamples=resamples,
     )  # fmt: skip
     return make_schedule(texts, options)
 

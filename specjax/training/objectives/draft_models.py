@@ -116,7 +116,7 @@ def compute_loss(total: PositionSums) -> tuple[Array, StepReport]:
 def _gather_positions(
     model: Model, params: PyTree, target: Target | None, packed: PackedBatch, positions: Array, teacher: Array | None
 ) -> DraftPositions:
-    tokens, text_start, loss_mask = (jnp.asarray(x) for x in packed)
+    tokens, text_start, loss_mask = (jnp.asarray(x) for x in packed[:3])
     size = tokens.shape[1]
     begin = jnp.maximum(positions, 0)
     along = lambda x, ahead: take_along(x, jnp.minimum(begin + ahead, size - 1).reshape(*begin.shape, *x.shape[2:]), 1)
@@ -150,7 +150,7 @@ def chain_acceptance(
 
     An accepted draft is the text, so one pass over the text covers all positions and depths.
     """
-    tokens, text_start, loss_mask = (jnp.asarray(x) for x in packed)
+    tokens, text_start, loss_mask = (jnp.asarray(x) for x in packed[:3])
     size = tokens.shape[1]
     hidden = forward_packed(match_vocabulary(model, target), params, packed)[0].hidden
     unembed = lambda x: shared_logits(model, params, x, target)
@@ -208,7 +208,7 @@ def resample_responses(
 
     Raises: UsageError for rows with several texts.
     """
-    tokens, text_start, loss_mask = (np.asarray(x) for x in packed)
+    tokens, text_start, loss_mask = (np.asarray(x) for x in packed[:3])
     size = tokens.shape[1]
     if ((text_start > 0) & loss_mask).any():
         raise UsageError("rows with several texts cannot be resampled; pack one per row (packs=False)")

@@ -35,6 +35,7 @@ class Recipe:
     frozen: tuple[str, ...] = ()  # names of parameters or modules that are not trained
     packs: bool = True  # several texts per row
     draws_depth: bool = False  # train one random depth of each round instead of all
+    rising_images: bool = False  # texts with images are drawn more often in the second half, from none to all (MSD)
     anchors: bool = False  # a random number is added to the positions of a row, except to those of its first tokens
 
     replace = replace
@@ -130,6 +131,9 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "mtp": Recipe(passes=3, optimizer="muon", learning_rate=1e-2),
         "p_eagle": Recipe(decay=1.0),
         "eagle": _FEATURES,
+        "msd": _FEATURES.replace(rising_images=True),
+        "flash": _FEATURES.replace(learning_rate=3e-4),
+        "specvlm": _FEATURES,
         "falcon": Recipe(
             (("kl", 0.09), ("ce", 0.01)), passes=2, features=1.0, noise=0.1, learning_rate=3e-4, packs=False
         ),

@@ -76,7 +76,7 @@ def make_examples(
     model: Model, params: PyTree, target: Target, packed: PackedBatch, key: Array, text_share: float = 0.15
 ) -> StoppingExamples:
     """Compute examples with two passes of the draft model and one of the target, without gradients."""
-    tokens, text_start, loss_mask = (jnp.asarray(x) for x in packed)
+    tokens, text_start, loss_mask = (jnp.asarray(x) for x in packed[:3])
     mix_key, sample_key = jax.random.split(key)
     proposed, accepted = sample_proposals(model, params, target, packed, sample_key)
     is_response = loss_mask & (jnp.arange(tokens.shape[1]) > text_start)

@@ -113,7 +113,8 @@ def build_head_objective(head: Head) -> TrainingObjective:
         if recipe.noise:
             activations = _add_noise(activations, packed, recipe.noise, batch.keys)
         params, ids = use_draft_ids(params)
-        rounds = Rounds(packed, activations, batch.positions, ids, token_positions)
+        keys = batch.keys if head.reads_images else None
+        rounds = Rounds(packed, activations, batch.positions, ids, token_positions, keys=keys)
         if recipe.draws_depth:
             rounds = rounds._replace(skipped=draw_depths(batch.positions, batch.keys, head_depths(recipe, head)))
         return sum_head_losses(recipe, head.training_head or head, params, target, rounds, chunk, means)
@@ -123,7 +124,7 @@ def build_head_objective(head: Head) -> TrainingObjective:
         scores = chain_acceptance(head, params, target, rounds, depths, temperature, chunk)
         return scores[:, : packed.tokens.shape[1] - 1]
 
-    taps = None if head.reads_cache else head.taps
+    taps = None if head.reads_cache or head.reads_images else head.taps
     return TrainingObjective(
         head.kind, head.config, head.max_depth, sums, compute_head_loss, acceptance, taps, whole_rounds=True,
         depths=lambda recipe: head_depths(recipe, head),

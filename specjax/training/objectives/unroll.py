@@ -33,6 +33,7 @@ class TargetActivations(NamedTuple):
     features: Array  # [B, T, F], features of the tapped layers
     hidden: Array  # [B, T, D], hidden states after the last norm
     pending: PyTree  # cache entries; None: not stored, for heads that do not read the cache
+    images: PyTree = None  # vectors of the images of the texts (`Model.images`)
 
 
 class DepthOutput(NamedTuple):
@@ -55,22 +56,29 @@ class Rounds(NamedTuple):
     ids: Array | None = None  # int32[V], the draft id of each token; None: the head drafts all ids of the target
     token_positions: Array | None = None  # int32[B, T], of the tokens in the activations' pass; None: their columns
     skipped: Array | None = None  # int32[B, R], depths before the only one that each round drafts; None: it drafts all
+    keys: Array | None = None  # key[B], of what the head draws; None: it is measured, not trained
 
 
 def forward_packed(
-    model: Model, params: PyTree, packed: PackedBatch, taps: tuple[int, ...] = (), positions: Array | None = None
-) -> tuple[Output, PyTree]:
+    model: Model, params: PyTree, packed: PackedBatch, taps: tuple[int, ...] = (), positions: Array | None = None,
+    cache: PyTree = None,
+) -> tuple[Output, PyTree]:  # fmt: skip
     """Run a model over a packed batch. Texts do not attend to each other. Returns: (output, pending).
 
-    positions: int32[B, T]; None: the columns.
+    positions: int32[B, T]; None: the columns. cache: that of `empty_cache`; None: a new one.
     """
     batch, size = packed.tokens.shape
     column = jnp.arange(size)
     mask = (column <= column[:, None]) & (column >= jnp.asarray(packed.text_start)[:, :, None])
     positions = jnp.broadcast_to(column, (batch, size)) if positions is None else positions
-    cache = model.init_cache(params, None, batch, 0)
+    cache = empty_cache(model, params, packed) if cache is None else cache
     options = {"taps": taps} if taps else {}
     return model.forward(params, jnp.asarray(packed.tokens), cache, positions=positions, mask=mask, **options)
+
+
+def empty_cache(model: Model, params: PyTree, packed: PackedBatch) -> PyTree:
+    """Return a cache without room for tokens, with the inputs of the texts."""
+    return model.init_cache(params, packed.inputs, len(packed.tokens), 0)
 
 
 def run_target(target: Target, head: Head, packed: PackedBatch, positions: Array | None = None) -> TargetActivations:
@@ -80,14 +88,17 @@ def run_target(target: Target, head: Head, packed: PackedBatch, positions: Array
 
 def run_target_without_cache(target: Target, packed: PackedBatch, *, taps: tuple[int, ...]) -> TargetActivations:
     """Run the target once, for heads with these taps that do not read its cache."""
-    return _run_target(target, packed, taps)._replace(pending=None)
+    return _run_target(target, packed, taps)._replace(pending=None, images=None)
 
 
 def _run_target(
     target: Target, packed: PackedBatch, taps: tuple[int, ...], positions: Array | None = None
 ) -> TargetActivations:
-    output, pending = forward_packed(target.model, target.params, packed, taps, positions)
-    activations = jax.lax.stop_gradient(TargetActivations(features_of(output, taps), output.hidden, pending))
+    model = target.model
+    cache = empty_cache(model, target.params, packed)
+    output, pending = forward_packed(model, target.params, packed, taps, positions, cache)
+    images = model.images and model.images(cache)
+    activations = jax.lax.stop_gradient(TargetActivations(features_of(output, taps), output.hidden, pending, images))
     return checkpoint_name(activations, TARGET)
 
 
@@ -119,8 +130,11 @@ def unroll_rounds(
     if head.soft_prompts is not None:  # the head has no pass of its own, so gradients flow through the target's
         features = prompted_features(target, DraftHead(head, params), tokens, text_start)
     positions = None if rounds.token_positions is None else rounds.token_positions[:, :-1]
-    pairs = FeaturePairs(features[:, :-1], tokens[:, 1:], num_read, text_start[:, :-1], positions)
+    pairs = FeaturePairs(features[:, :-1], tokens[:, 1:], num_read, text_start[:, :-1], positions, rounds.keys)
     context = Context(tokens, jnp.ones((batch,), jnp.int32), target=target)
+    if rounds.activations.images is not None:  # each row has one text
+        prompt = jnp.argmax(jnp.asarray(rounds.packed.loss_mask), 1).astype(jnp.int32)
+        context = context._replace(length=jnp.maximum(prompt, 1), images=rounds.activations.images)
     # The capacity is 0: the pairs are not written to the memory, but replace it.
     memory = head.read(params, head.init_memory(params, context, batch, 0), pairs, context)
     is_per_round = jax.tree.map(lambda axis, x: x.shape[axis] == batch * count, head.axes(memory), memory)
@@ -155,7 +169,7 @@ def _draft_rounds(
     """
     packed, activations, positions, ids, *_ = rounds
     skipped: Array | int = 0 if rounds.skipped is None else rounds.skipped
-    tokens, text_start, loss_mask = (jnp.asarray(x) for x in packed)
+    tokens, text_start, loss_mask = (jnp.asarray(x) for x in packed[:3])
     (batch, size), count = tokens.shape, positions.shape[1]
     flatten = lambda x: x.reshape(-1, *x.shape[2:])
     begin = jnp.maximum(positions, 0)
