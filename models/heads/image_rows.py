@@ -75,7 +75,7 @@ def read_pairs(
 
 
 class ImageSizes(NamedTuple):
-    """What a head knows about the images of its target."""
+    """The placeholder and the number of vectors of the images of a target."""
 
     token: int = -1  # the placeholder; -1: the target reads no images
     vectors: int = 0  # of each tile; 0: images have any size

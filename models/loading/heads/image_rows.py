@@ -1,4 +1,4 @@
-"""What the formats of heads with rows of images share: EAGLE-1's tensor names, and the field `image_rows`."""
+"""The shared part of the formats of heads with rows of images: EAGLE-1's names, and the field `image_rows`."""
 
 from __future__ import annotations
 
