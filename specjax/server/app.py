@@ -28,6 +28,7 @@ from specjax.server.chat import CHAT
 from specjax.server.completions import COMPLETION
 from specjax.server.engine_thread import Engine
 from specjax.server.errors import ApiError
+from specjax.server.images import ImageReader
 from specjax.server.sampling import TokenTexts, make_requests
 from specjax.server.schemas import (
     ChatFields,
@@ -41,6 +42,7 @@ from specjax.server.schemas import (
     parse_fields,
 )
 from specjax.server.structured.store import AutomatonStore
+from specjax.types import PyTree
 from specjax.version import __version__
 
 LOG = logging.getLogger("specjax.server")
@@ -62,6 +64,7 @@ class Service:
     api_keys: tuple[str, ...] = ()  # () for no authorisation
     max_body: int = MAX_BODY
     step_metrics: str = "none"
+    images: ImageReader | None = None  # None: the server reads text only
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     texts: TokenTexts = dataclasses.field(init=False)
     automata: AutomatonStore = dataclasses.field(init=False)
@@ -117,8 +120,8 @@ class Service:
     async def chat(self, http: HttpRequest) -> Response:
         """Answer /v1/chat/completions."""
         fields = await self._read(http, ChatFields)
-        ids = await self._encode_chat(fields.messages, fields.chat_template_kwargs, fields.callable_tools)
-        return await self._answer(http, CHAT, fields, [ids])
+        ids, inputs = await self._encode_chat(fields.messages, fields.chat_template_kwargs, fields.callable_tools)
+        return await self._answer(http, CHAT, fields, [ids], inputs=inputs)
 
     async def complete(self, http: HttpRequest) -> Response:
         """Answer /v1/completions."""
@@ -147,7 +150,7 @@ class Service:
         """Answer /tokenize."""
         fields = await self._read(http, TokenizeFields)
         if fields.messages is not None:
-            ids = await self._encode_chat(fields.messages, None)
+            ids, _ = await self._encode_chat(fields.messages, None)
         else:
             ids = await _in_thread(self.tokenizer.encode, fields.prompt, special=fields.add_special_tokens)
         document = {"tokens": list(ids), "count": len(ids), "max_model_len": self.max_length}
@@ -205,10 +208,22 @@ class Service:
 
     async def _encode_chat(
         self, messages: list[ChatMessage], variables: dict[str, Any] | None, tools: list[Tool] | None = None
-    ) -> list[int]:  # fmt: skip
+    ) -> tuple[list[int], PyTree]:  # fmt: skip
+        """Return the ids of a chat, and the inputs of its images; None without images."""
         turns = [message.as_turn() for message in messages]
+        pictures = [picture for message in messages for picture in message.pictures]
         shown = {"tools": [tool.model_dump(exclude_none=True) for tool in tools]} if tools else {}
-        return await _in_thread(self.tokenizer.chat, turns, **{**(variables or {}), **shown})
+        options = {**(variables or {}), **shown}
+        if not pictures:
+            return await _in_thread(self.tokenizer.chat, turns, **options), None
+        if self.images is None:
+            raise ApiError(
+                400,
+                "this server reads text only; leave the images out, or start it with --image-tiles for a model that "
+                "reads images",
+                param="messages",
+            )
+        return await _in_thread(self.images.read, turns, pictures, options)
 
     async def _read(self, http: HttpRequest, kind: type[FieldsT]) -> FieldsT:
         """Return the fields of a request. Raises: ApiError for a large body, a wrong field or an unknown model."""
@@ -231,16 +246,18 @@ class Service:
         fields: SampledFields,
         prompts: list[list[int]],
         echoes: Sequence[str] = (),
+        inputs: PyTree = None,
     ) -> Response:
-        """Decode the prompts of a call."""
+        """Decode the prompts of a call. inputs: those of its images; None: it has none."""
         limits = self.engine.setup.limits
+        inputs = limits.inputs if inputs is None else inputs
         constraint, automaton = fields.constraint, None
         if constraint is not None:
             automaton = await self.automata.automaton(constraint)
         key = _bearer_key(http)
         owner = hashlib.sha256(key.encode()).hexdigest() if key else ""
         words = await _in_thread(self._encode_words, fields.bad_words) if fields.bad_words else []
-        requests = make_requests(fields, prompts, limits, tuple(self.tokenizer.eos), automaton, owner, words)
+        requests = make_requests(fields, prompts, limits, tuple(self.tokenizer.eos), automaton, owner, words, inputs)
         host = http.client.host if http.client else ""
         call = self.engine.submit(requests, f"{host} {owner} {fields.user or ''}")
         settings = AnswerSettings(self.engine, self.tokenizer, self.texts, self.fingerprint, self.step_metrics)

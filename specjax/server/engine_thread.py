@@ -207,7 +207,8 @@ class Engine:
         size = min(self.setup.limits.longest_prompt, 2 * CHUNK + 1)
         count = min(self.setup.limits.max_new_tokens, 2)
         for _ in range(2):
-            scheduler.admit(Request([0] * size, 0, count, eos=(), stop=(), salt="warm-up"))
+            inputs = self.setup.limits.inputs
+            scheduler.admit(Request([0] * size, 0, count, inputs, eos=(), stop=(), salt="warm-up"))
             self._num_admitted += 1
             while not scheduler.batch.is_idle:
                 for _ in scheduler.turn():

@@ -19,7 +19,7 @@ from specjax.processors.automaton import Automaton
 from specjax.server.errors import ApiError
 from specjax.server.schemas import MAX_BAD_WORDS, MAX_BIASES, MAX_TOP_LOGPROBS, SampledFields
 from specjax.serving.requests import Limits, Request, check_request, padded_size, processor_settings, row_settings
-from specjax.types import Array, Processor
+from specjax.types import Array, Processor, PyTree
 
 LONGEST_BAD_WORD = 16
 """Maximum number of tokens of a bad word."""
@@ -63,6 +63,7 @@ def make_requests(
     automaton: Automaton | None = None,
     owner: str = "",
     bad_words: Sequence[Sequence[int]] = (),
+    inputs: PyTree = None,
 ) -> list[Request]:
     """Return `n` requests per prompt, in order.
 
@@ -72,6 +73,7 @@ def make_requests(
     Args:
       automaton: the constraint of the texts. owner: a name for the user, whose prompts share no prefixes with others.
       bad_words: the tokens of the words that the texts must not contain.
+      inputs: those of the prompts in addition to tokens, without the batch axis; None: the model reads tokens only.
 
     Raises: ApiError if one of them does not fit.
     """
@@ -106,7 +108,7 @@ def make_requests(
         )  # fmt: skip
     try:
         salt = f"{owner} {fields.cache_salt or ''}"
-        shared = _settings(fields, limits, eos, bad_words) | {"constraint": automaton, "salt": salt}
+        shared = _settings(fields, limits, eos, bad_words) | {"constraint": automaton, "salt": salt, "inputs": inputs}
         requests = []
         for prompt in prompts:
             seed = secrets.randbits(62) if fields.seed is None else fields.seed

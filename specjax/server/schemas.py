@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from specjax.server.errors import ApiError
+from specjax.server.images import decode_url
 from specjax.server.structured.constraints import Constraint
 from specjax.server.structured.tools import NO_PARAMETERS, required_call
 
@@ -232,6 +233,20 @@ class RefusalPart(Fields):
         return self.refusal
 
 
+class ImageUrl(Fields):
+    """The place of an image. `detail` is ignored: images have the resolution of the model."""
+
+    url: str
+    detail: str | None = None
+
+
+class ImagePart(Fields):
+    """An image of a message of the user."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 class CalledFunction(Fields):
     """A function with its arguments, in JSON."""
 
@@ -284,12 +299,23 @@ class NamedTool(Fields):
     function: NamedFunction
 
 
+def _check_image(part: Mapping[str, Any], role: Any) -> None:
+    """Check a part of a message that is an image. Raises: ValueError."""
+    if role != "user":
+        raise ValueError("only messages of the user can have images; leave the part image_url out")
+    place = part.get("image_url")
+    url = place.get("url") if isinstance(place, Mapping) else None
+    if not isinstance(url, str):
+        raise ValueError('a part image_url needs {"image_url": {"url": "data:image/png;base64,..."}}')
+    decode_url(url)
+
+
 class ChatMessage(Fields):
     """A message of a chat."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None = None
+    content: str | list[Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator="type")]] | None = None
     tool_calls: list[CalledTool] | None = None
     name: str | None = None
     tool_call_id: str | None = None
@@ -300,15 +326,21 @@ class ChatMessage(Fields):
         content = values.get("content") if isinstance(values, Mapping) else None
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, Mapping) else None
-            if isinstance(kind, str) and kind not in ("text", "refusal"):
-                raise ValueError(f"the model reads text only; leave out the part of type {kind[:40]}")
+            if isinstance(kind, str) and kind not in ("text", "refusal", "image_url"):
+                raise ValueError(f"the server reads text and images; leave out the part of type {kind[:40]}")
+            if kind == "image_url":
+                _check_image(part, values.get("role"))
         return values
+
+    @property
+    def pictures(self) -> list[bytes]:
+        """Return the images of the message."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [decode_url(part.image_url.url) for part in parts if isinstance(part, ImagePart)]
 
     def as_turn(self) -> dict[str, Any]:
         """Return the message for the chat template."""
-        content = self.content
-        text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
-        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self._shown()}
         if self.tool_calls:
             turn["tool_calls"] = [
                 {"id": call.id, "type": "function",
@@ -317,6 +349,15 @@ class ChatMessage(Fields):
             ]  # fmt: skip
         names = [self.name, self.tool_call_id]
         return turn | {key: x for key, x in zip(("name", "tool_call_id"), names, strict=True) if x is not None}
+
+    def _shown(self) -> str | list[dict[str, str]]:
+        """Return the text of the message, or its parts if there are images."""
+        if not isinstance(self.content, list):
+            return self.content or ""
+        if not self.pictures:
+            return "".join(part.text for part in self.content if not isinstance(part, ImagePart))
+        show = lambda part: {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
+        return list(map(show, self.content))
 
 
 class ChatFields(SampledFields):

@@ -95,7 +95,8 @@ def running(policy: Policy | None = None, wait: bool = True, setup=None, shutdow
     """Run a server, by default until its programs are compiled."""
     setup = setup or make_setup()
     engine = Engine(setup, policy or Policy(), Metrics("tiny", setup.max_depth))
-    built = Service(engine, LetterTokenizer(), ("tiny", "alias"), "fp_0", **service)
+    tokenizer = service.pop("tokenizer", None) or LetterTokenizer()
+    built = Service(engine, tokenizer, ("tiny", "alias"), "fp_0", **service)
     http, listener = HttpServer(built, shutdown_seconds=shutdown_seconds), listen("127.0.0.1", 0)
     port = listener.getsockname()[1]  # a server that fails closes it soon
     thread = threading.Thread(target=http.run, kwargs={"sockets": [listener]}, daemon=True)

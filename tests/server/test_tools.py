@@ -119,7 +119,7 @@ def test_the_turns_of_a_chat_with_calls(client, server, monkeypatch):
     ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools have the same name"), ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "several constraints"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
-     "the model reads text only; leave out the part of type image_url"),
+     "an image must be a data URL, such as data:image/png;base64,...; the server downloads nothing"),
 ])  # fmt: skip
 def test_what_is_refused(client, options, sentence):
     with pytest.raises(openai.BadRequestError, match=sentence):

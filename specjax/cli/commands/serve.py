@@ -58,6 +58,16 @@ class ServerOptions:
             show_default=False,
         ),
     ] = None
+    image_tiles: Annotated[
+        int,
+        typer.Option(
+            "--image-tiles",
+            help="Tiles of images that a prompt may have (images, for models that read any size). 0: text only.",
+        ),
+    ] = 0
+    image_patches: Annotated[
+        int, typer.Option("--image-patches", help="Patches of an image, for models that read images of any size.")
+    ] = 1024
     prefix_gib: Annotated[
         float, typer.Option("--prefix-gib", help="GiB of memory for beginnings of prompts that were read.")
     ] = 0.5
@@ -126,7 +136,8 @@ class ServerOptions:
         for name in ("slots", "longest_prompt", "max_waiting"):
             o.check_minimum("--" + name.replace("_", "-"), getattr(self, name), 1)
         for name, minimum in (
-            ("prefix_gib", 0), ("constraint_mib", 0), ("max_slowdown", 1), ("queue_seconds", 0), ("request_seconds", 0),
+            ("image_tiles", 0), ("image_patches", 1), ("prefix_gib", 0), ("constraint_mib", 0), ("max_slowdown", 1),
+            ("queue_seconds", 0), ("request_seconds", 0),
             ("shutdown_seconds", 0),
         ):  # fmt: skip
             value, flag = getattr(self, name), "--" + name.replace("_", "-")
@@ -198,7 +209,8 @@ def serve(
         server.slots, server.longest_prompt, server.prefix_gib, server.constraint_mib, server.max_slowdown,
         Policy(server.max_waiting, server.queue_seconds, server.request_seconds),
         tuple(server.served_model_name or ()), tuple(server.api_key or ()), server.per_request_metrics,
-        (server.host, server.port if listener is None else listener.getsockname()[1]),
+        (server.host, server.port if listener is None else listener.getsockname()[1]), models.target,
+        server.image_tiles, server.image_patches,
     )  # fmt: skip
     decoding = selection.decoding
     if decoding.controller is None and session.has_budget(method, selection.options):

@@ -8,19 +8,25 @@ from typing import NamedTuple
 import jax
 
 from specjax.api import serve
+from specjax.cli.options.common import parse_flag
 from specjax.cli.output.console import Console
 from specjax.cli.runs.decoding import Decoding
 from specjax.cli.runs.session import DEMO_NAME, Session
 from specjax.errors import require
+from specjax.models import load_image_processor
+from specjax.models.loading import resolve
 from specjax.persistence.fingerprint import digest, digest_model
 from specjax.persistence.program_cache import ProgramCache
-from specjax.server.app import Service
+from specjax.server.app import MAX_BODY, Service
 from specjax.server.engine_thread import Engine, Policy
+from specjax.server.images import ImageReader
 from specjax.server.metrics import Metrics
 from specjax.server.sampling import serve_options
 from specjax.types import Drafter
 from specjax.version import __version__
 
+MAX_IMAGE_BODY = 64 << 20
+"""Largest body of a request with images, in bytes."""
 DEFAULT_LONGEST = 4096
 """Default of the largest number of tokens of a prompt."""
 
@@ -38,6 +44,9 @@ class ServingOptions(NamedTuple):
     api_keys: tuple[str, ...]
     step_metrics: str
     address: tuple[str, int]  # host and port, for the line that is printed when the server is ready
+    source: str | None = None  # of the target, whose folder has the image processor
+    image_tiles: int = 0  # tiles of images per prompt; 0: the server reads text only
+    image_patches: int = 0  # patches of each image, for models that read images of any size
 
 
 def build_service(
@@ -53,6 +62,7 @@ def build_service(
         longest is None or longest <= room,
         f"--longest-prompt must be at most {room} for this model with --max-new-tokens {length}, not {longest}",
     )
+    reader = _open_images(session, options)
     shared = serve_options(session.target.model.vocab_size, tuple(session.tokenizer.eos))
     settings = dataclasses.replace(
         session.settings(decoding, method, shared.pop("processors")), min_p=decoding.settings.min_p or 0.0
@@ -60,7 +70,8 @@ def build_service(
     setup = serve(
         session.target, drafter, slots=options.slots, longest_prompt=longest or min(room, DEFAULT_LONGEST),
         max_new_tokens=length, tokenizer=session.tokenizer, programs=programs, prefix_gib=options.prefix_gib,
-        max_slowdown=options.max_slowdown, constraint_mib=options.constraint_mib, **shared, **vars(settings),
+        max_slowdown=options.max_slowdown, constraint_mib=options.constraint_mib,
+        inputs=None if reader is None else reader.blank, **shared, **vars(settings),
     ).setup  # fmt: skip
     names = options.names or (session.target.model.name or DEMO_NAME,)
     host, port = options.address
@@ -71,5 +82,15 @@ def build_service(
     fingerprint = digest((digest_model(session.target), method, __version__, jax.__version__))
     return Service(
         engine, session.tokenizer, names, f"fp_{fingerprint[:12]}", options.api_keys,
-        step_metrics=options.step_metrics,
+        step_metrics=options.step_metrics, images=reader, max_body=MAX_BODY if reader is None else MAX_IMAGE_BODY,
     )  # fmt: skip
+
+
+def _open_images(session: Session, options: ServingOptions) -> ImageReader | None:
+    """Return the reader of images, or None for a server of text. Raises: UsageError that names the flag."""
+    if not options.image_tiles:
+        return None
+    load = lambda source: load_image_processor(resolve(source), session.target, session.tokenizer)
+    processor = parse_flag("--image-tiles", load, options.source)
+    patches = options.image_patches if processor.config.tower.merge else None
+    return ImageReader(session.target, processor, options.image_tiles, patches)
