@@ -6,13 +6,14 @@ The prompt is the beginning of a text file, in tokens, and the model continues i
 tokens from its middle, so that the model copies what follows them. The target reads each prompt once. Every method
 starts from that cache, so methods that read the prompt together with the target are refused. Speed is that of the
 steps after the first one. Runs alternate, and the speed is the best of --repeats. The draft model is the target itself
-by default.
+by default. With --eta the last method also runs with the lossy rule of RAPID: its text is greedy, and may differ.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import time
 from pathlib import Path
@@ -70,7 +71,9 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["sparse_cache:pays_from=0"], help="such as rapid:budget=1024")
     parser.add_argument("--copy", type=int, default=0, help="tokens of the prompt that are repeated at its end")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=2, help="timed runs; 0: one run, which also compiles")
+    parser.add_argument("--eta", type=float, help="also run the last method, rapid, with its lossy rule")
+    parser.add_argument("--json", type=Path, help="write the report into this file")
     options = parser.parse_args()
     target, tokenizer = specjax.load(options.target, dtype="float32")
     draft = target if options.draft is None else specjax.load(options.draft, dtype="float32")[0]
@@ -82,17 +85,27 @@ def main() -> None:
             name = spec.partition(":")[0]
             drafter = make_drafter(name, target, draft, **read_call(spec, specjax.METHODS[name].settable))
             keys = measure.row_keys(0, [0])
-            jobs[spec] = job_of(target, drafter, prompts, Settings(), key=keys, max_new_tokens=options.max_new_tokens)
+            new_job = functools.partial(
+                job_of, target, drafter, prompts, key=keys, max_new_tokens=options.max_new_tokens
+            )
+            jobs[spec] = new_job(Settings())
+            if spec == options.methods[-1] and options.eta is not None:
+                # Without sampling, the rule needs a temperature above 0: it compares distributions of target and draft.
+                relaxed = specjax.verifiers.rapid(options.eta, sample=False)
+                jobs[f"{spec} (lossy, eta={options.eta:g})"] = new_job(Settings(temperature=1.0, verifier=relaxed))
         largest = max(jobs.values(), key=lambda job: job.tokens.shape[1])
         clock = time.perf_counter()
         plain = jax.block_until_ready(start(with_buffer(jobs["autoregressive"], largest.tokens.shape[1])))
         print(length, "prompt read in", round(time.perf_counter() - clock, 1), "s", flush=True)
         runs: dict[str, Any] = {spec: [] for spec in jobs}
+        expected: list[int] = []
         for repeat in range(options.repeats + 1):
             for spec, job in jobs.items():
                 tokens, clock = run(job, plain)
                 rate = (len(tokens) - 1) / (clock[-1] - clock[0])
-                print(length, spec, f"{rate:.2f} tokens/s, {len(tokens) / len(clock):.2f} tokens per pass", flush=True)
+                expected = expected or tokens  # the first text is that of plain decoding
+                per_pass = f"{len(tokens) / len(clock):.2f} tokens per pass, identical: {tokens == expected}"
+                print(length, spec, f"{rate:.2f} tokens/s, {per_pass}", flush=True)
                 if repeat or not options.repeats:  # the first run compiles
                     runs[spec].append((rate, tokens, len(clock)))
         baseline = max(rate for rate, _, _ in runs["autoregressive"])
@@ -102,10 +115,13 @@ def main() -> None:
                 "tokens_per_second": round(rate, 2),
                 "ratio": round(rate / baseline, 2),
                 "tokens_per_pass": round(len(tokens) / steps, 2),
+                "passes": steps,
                 "identical": tokens == runs["autoregressive"][0][1],
             }
             report[f"{length} {spec}"] = entry
             print(length, spec, entry, repr(tokenizer.decode(tokens)[:80]), flush=True)
+            if options.json is not None:
+                options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=1))
 
 

@@ -5,13 +5,17 @@
 A prompt is filler text of about `--length` tokens with a number for each of `--keys` words, in the form of RULER's
 needles (arXiv 2404.06654). The question is about one of them. An answer is right if the greedy text has its number. The
 baseline `ends` keeps the first four tokens and the last ones. SpecKV keeps cached keys and values of the complete
-prompt, and the other methods shorten it. The report also counts the prompts that still have the number.
+prompt, and the other methods shorten it. The report also counts the prompts that still have the number. With
+--speculate it counts the texts of speculative decoding that are identical to plain decoding of the compressed prompt.
+Results are added to the file --json after each run, so several short calls can fill one table.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import operator
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -57,75 +61,121 @@ def keep_ends(prompt: list[int], budget: int) -> list[int]:
     return prompt if len(prompt) <= budget else prompt[:4] + prompt[4 - budget :]
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    target, tokenizer = specjax.load(options.target, dtype="float32")
-    draft = target if options.draft is None else specjax.load(options.draft, dtype="float32")[0]
-    rng = np.random.default_rng(options.seed)
+def measure(options: argparse.Namespace, report: list[dict[str, Any]]) -> None:
+    """Measure what `report` lacks, and add it."""
+    target, tokenizer = specjax.load(options.target, dtype=options.dtype, stacked=options.stacked)
+    draft = target
+    if options.draft is not None:
+        draft = specjax.load(options.draft, dtype=options.dtype, stacked=options.stacked)[0]
     count = lambda text: len(tokenizer.encode(text, special=False))
-    report: dict[str, Any] = {"target": target.model.name, "draft": draft.model.name, "needles": options.needles}
     for keys in options.keys:
+        rng = np.random.default_rng(options.seed)
         needles = [make_needle(rng, count, options.length, keys) for _ in range(options.needles)]
         complete = [list(tokenizer.chat(needle.text)) for needle in needles]
-        runs = {"complete": (target, complete)}
-        for budget in options.budgets:
-            small = speckv(target, draft, options.max_new_tokens, budget, lookahead=options.lookahead)
-            runs[f"speckv {budget}"] = small, complete
-            runs[f"specpc {budget}"] = target, specpc(draft, complete, budget, kernel=options.kernel)
-            runs[f"ends {budget}"] = target, [keep_ends(prompt, budget) for prompt in complete]
-        report[f"{keys} keys"] = {"tokens": float(np.mean([len(prompt) for prompt in complete]))}
-        for name, (reader, rows) in runs.items():
-            start = time.perf_counter()
-            result = specjax.decode(
-                reader, "autoregressive", rows, key=0, max_new_tokens=options.max_new_tokens, eos=tokenizer.eos
+        task = {
+            "target": target.model.name, "draft": draft.model.name, "keys": keys, "needles": len(needles),
+            "tokens": round(float(np.mean([len(prompt) for prompt in complete])), 1), "seed": options.seed,
+        }  # fmt: skip
+        for run in runs_of(options):
+            if any(task | run == {name: entry.get(name) for name in (*task, *run)} for entry in report):
+                continue
+            start, reader, rows = time.perf_counter(), target, complete
+            if run["method"] == "speckv":
+                reader = speckv(target, draft, options.max_new_tokens, run["budget"], lookahead=run["lookahead"])
+            elif run["method"] == "specpc":
+                rows = specpc(draft, complete, run["budget"], kernel=options.kernel)
+            elif run["method"] == "ends":
+                rows = [keep_ends(prompt, run["budget"]) for prompt in complete]
+            decode = functools.partial(
+                specjax.decode, reader, prompts=rows, key=0, max_new_tokens=options.max_new_tokens, eos=tokenizer.eos
             )
-            texts = [tokenizer.decode(row) for row in result.to_lists()]
+            new = decode("autoregressive").to_lists()
+            texts = [tokenizer.decode(row) for row in new]
             right = [needle.answer in text for needle, text in zip(needles, texts, strict=True)]
             present = [needle.answer in tokenizer.decode(row) for needle, row in zip(needles, rows, strict=True)]
-            entry = {"right": sum(right), "present": sum(present), "seconds": round(time.perf_counter() - start, 1)}
-            report[f"{keys} keys"][name] = entry
-            print(keys, name, entry, repr(texts[0]), flush=True)
-    return report
+            entry = task | run | {"right": sum(right), "present": sum(present)}
+            if options.speculate:
+                result = decode(specjax.drafters.two_model(draft, options.speculate))
+                entry["identical"] = sum(map(operator.eq, result.to_lists(), new))
+                entry["tokens_per_pass"] = round(float(np.mean(np.asarray(result.block_efficiency))), 2)
+            entry["seconds"] = round(time.perf_counter() - start, 1)
+            report.append(entry)
+            print(entry, repr(texts[0]), flush=True)
+            if options.json is not None:
+                options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-def draw(report: dict[str, Any], options: argparse.Namespace) -> None:
-    figure = new_figure(4 * len(options.keys), 3)
-    for column, keys in enumerate(options.keys):
-        axes = figure.add_subplot(1, len(options.keys), column + 1)
-        results = report[f"{keys} keys"]
-        for name, style in (("speckv", "^-"), ("specpc", "o-"), ("ends", "s--")):
-            shares = [results[f"{name} {budget}"]["right"] / report["needles"] for budget in options.budgets]
-            axes.plot(options.budgets, shares, style, label=name)
-        share = results["complete"]["right"] / report["needles"]
-        axes.axhline(share, color="gray", linewidth=1, label=f"complete, {results['tokens']:.0f} tokens")
-        title = "one needle" if keys == 1 else f"{keys} needles"
-        axes.set(xlabel="tokens kept", ylabel="right answers", title=title, ylim=(-0.03, 1.03))
+def runs_of(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the runs in the order of --methods, and then of --budgets."""
+    run = lambda method, budget, lookahead=None: {"method": method, "budget": budget, "lookahead": lookahead}
+    lookaheads = options.lookahead or [min(options.max_new_tokens, 128)]
+    result = [run("complete", None)]
+    for budget in options.budgets:
+        result += [run("speckv", budget, lookahead) for lookahead in lookaheads]
+        result += [run("specpc", budget), run("ends", budget)]
+    return [entry for method in options.methods for entry in result if entry["method"] == method]
+
+
+def draw(report: list[dict[str, Any]], path: Path) -> None:
+    """Draw the share of right answers against the tokens that stay, with a panel for each pair of models and task."""
+    panels: dict[tuple[str, str, int, float], list[dict[str, Any]]] = {}
+    for entry in report:
+        panels.setdefault((entry["target"], entry["draft"], entry["keys"], entry["tokens"]), []).append(entry)
+    figure = new_figure(3.4 * len(panels), 3.2)
+    for column, ((target, draft, keys, tokens), entries) in enumerate(panels.items()):
+        axes = figure.add_subplot(1, len(panels), column + 1)
+        share = lambda entry: entry["right"] / entry["needles"]
+        for method, style in (("speckv", "^-"), ("specpc", "o-"), ("ends", "s--")):
+            of_method = [entry for entry in entries if entry["method"] == method]
+            longest = max((entry["lookahead"] or 0 for entry in of_method), default=0)
+            for lookahead in sorted({entry["lookahead"] or 0 for entry in of_method}):
+                line = sorted((e["budget"], share(e)) for e in of_method if (e["lookahead"] or 0) == lookahead)
+                label = f"{method}, lookahead {lookahead}" if lookahead else method
+                axes.plot(*zip(*line, strict=True), style if lookahead == longest else "v:", label=label)
+        for entry in entries:
+            if entry["method"] == "complete":
+                axes.axhline(share(entry), color="gray", linewidth=1, label=f"complete, {tokens:.0f} tokens")
+        models = target if draft == target else f"{target}\nwith {draft}"
+        title = f"{models}\n{'one needle' if keys == 1 else f'{keys} needles'}"
+        axes.set(xlabel="tokens kept", ylabel="right answers", ylim=(-0.03, 1.03))
+        axes.set_title(title, fontsize=8)
+        budgets = sorted({entry["budget"] for entry in entries if entry["budget"]})
         axes.set_xscale("log", base=2)
-        axes.set_xticks(options.budgets, labels=map(str, options.budgets))
+        axes.set_xticks(budgets, labels=map(str, budgets))
         hide_top_right_spines(axes)
-        axes.legend(frameon=False, fontsize=8)
-    options.out.write_bytes(to_png(figure))
+        axes.legend(frameon=False, fontsize=7)
+    path.write_bytes(to_png(figure))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="a GGUF file or a folder; default: SmolLM2")
     parser.add_argument("--draft", help="the model that selects tokens; default: the target")
+    parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
+    parser.add_argument("--stacked", action="store_true", help="scan the layers, which compiles faster")
+    parser.add_argument("--methods", nargs="+", default=["complete", "speckv", "specpc", "ends"])
     parser.add_argument("--keys", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--budgets", type=int, nargs="+", default=[128, 256, 512])
     parser.add_argument(
         "--kernel", type=int, help="tokens over which specpc takes the maximum of scores; default: its own"
     )
-    parser.add_argument("--lookahead", type=int, help="tokens that the draft writes for speckv; default: its own")
+    parser.add_argument(
+        "--lookahead", type=int, nargs="+", help="tokens that the draft writes for speckv; default: all"
+    )
+    parser.add_argument("--speculate", type=int, help="also decode with chains of N tokens of the draft model")
     parser.add_argument("--length", type=int, default=900, help="tokens of the text around the needles")
     parser.add_argument("--needles", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="draw the accuracies into this PNG file")
+    parser.add_argument("--json", type=Path, help="a file of results; its runs are not measured again")
+    parser.add_argument("--out", type=Path, help="draw all results into this PNG file")
     options = parser.parse_args()
-    report = measure(options)
-    print(json.dumps(report, indent=1))
+    report: list[dict[str, Any]] = []
+    if options.json is not None and options.json.exists():
+        report = json.loads(options.json.read_text(encoding="utf-8"))
+    measure(options, report)
     if options.out is not None:
-        draw(report, options)
+        draw(report, options.out)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ The maximum of `kernel` scores around a token replaces its score. The cache keep
 with the highest scores, `capacity` in all, in the order of the text. Equal scores are in that order too. The lookahead
 is dropped, and decoding continues with the last token of the prompt.
 Keys keep the rotation of their positions, and new tokens have their positions in the complete text.
+A lookahead that ends before the answer loses the tokens that the answer reads (docs/compression.md, "Measured").
 Guarantee: lossy. The tokens are selected once. Then the target has a fixed distribution, for which methods are exact.
 Deviations: the paper's lookahead has as many tokens as the text; here it has at most 128. The prompt is read with
 complete attention; the authors can leave out a part of it in long prompts. The draft does not stop at an end-of-text

@@ -120,6 +120,21 @@ def test_the_example_of_the_card():
     assert select(2) == [[[0, 1]]] and select(4) == [[[0, 1, 2, 3]]]
 
 
+def test_a_capacity_of_all_tokens_but_one_drops_the_least_observed_token():
+    """A kernel of 1 compares single tokens. All queries of a group count, and so does the lookahead."""
+    text, cached = look_ahead(target().params, LONG, 3), len(LONG) - 1
+    rule = RULE._replace(capacity=cached - 1, kernel=1)
+    slots = np.asarray(selected(target(), padded([text]), jnp.array([len(LONG)]), rule))[:, 0]
+    dropped = [[[*{*range(cached)} - {*head.tolist()}] for head in layer] for layer in slots]
+    start = cached - rule.window
+    weights = run(target().params, text)[0][:, :, start:, :start]  # [layers, H, window + 1 + lookahead, start]
+    groups = weights.reshape(LAYERS, HEADS, -1, *weights.shape[2:])
+    argmin = lambda observed: observed.max((2, 3)).argmin(-1)[..., None]
+    np.testing.assert_array_equal(dropped, argmin(groups))
+    for mutant in (groups[:, :, :1], groups[..., : -rule.lookahead, :]):  # one head of a group, or no lookahead
+        assert (argmin(mutant) != dropped).any()
+
+
 def hidden_keys(places, length, size):
     """Return the keys that do not stay, for the queries from the last token of the prompt on, bool[layers, K, T, T]."""
     hidden = np.zeros((LAYERS, HEADS, size, size), bool)
