@@ -7,7 +7,9 @@ The target answers Spec-Bench's prompts once (--answers stores that). A pass ove
 acceptance of a head (`specjax.training.measure_acceptance`). Many prompts are then counted in the time that
 `shipped_head.py` takes for a few. Prints a table; the mean is over chat, maths, qa and summarization.
 
-A tree has no such prediction, so --tree decodes the prompts with it. A head that refuses the tree has no row.
+A tree has no such prediction, so --tree decodes the prompts with it, in one batch. Trees that choose their own size
+decode one prompt at a time, because the size depends on the rows. A head that refuses the tree has no row. The column
+"equal" has the number of texts that equal those of plain decoding, which is all of them in float32.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import json
 import statistics
 from pathlib import Path
 
-from shipped_head import prompts_by_task
+from shipped_head import padded, prompts_by_task
 
 import specjax
 from specjax.models.loading.heads.shipped import NAMES
@@ -45,12 +47,22 @@ def answered(args: argparse.Namespace, target: specjax.Target, tokenizer) -> dic
     return by_task
 
 
-def decoded(target: specjax.Target, drafter, texts: list[TrainingText], eos) -> float:
-    """Return the tokens per pass of decoding the prompts of the texts, to the lengths of their answers."""
-    prompts = [text.tokens[: text.prompt_length] for text in texts]
+def decoded(target: specjax.Target, drafter, texts: list[TrainingText], eos, rows: int) -> list[tuple[int, int, bool]]:
+    """Decode the prompts of the texts, `rows` at a time, to the lengths of their answers.
+
+    Returns: for each prompt the tokens, the passes, and whether the text equals the answer.
+    """
     count = max(text.response_length for text in texts)
-    result = specjax.decode(target, drafter, prompts, key=0, max_new_tokens=count, eos=eos)
-    return sum(map(len, result.to_lists())) / int(result.stats.target_passes.sum())
+    figures = []
+    for start in range(0, len(texts), rows):
+        some = texts[start : start + rows]
+        prompts = [list(text.tokens[: text.prompt_length]) for text in some]
+        inputs = padded(prompts[0]) if rows == 1 else prompts  # few shapes, so that few programs are compiled
+        result = specjax.decode(target, drafter, inputs, key=0, max_new_tokens=count, eos=eos)
+        for text, answer, passes in zip(some, result.to_lists(), result.stats.target_passes, strict=True):
+            is_equal = tuple(answer) == tuple(text.tokens[text.prompt_length :])
+            figures.append((len(answer), int(passes), is_equal))
+    return figures
 
 
 def main() -> None:
@@ -68,8 +80,8 @@ def main() -> None:
     args = parser.parse_args()
     target, tokenizer = specjax.load(args.target, dtype=args.dtype)
     texts = answered(args, target, tokenizer)
-    print("| head |", " | ".join(f"{task} ({len(some)})" for task, some in texts.items()), "| mean of four |")
-    print("| --- |" + " --- |" * (len(texts) + 1))
+    print("| head |", " | ".join(f"{task} ({len(some)})" for task, some in texts.items()), "| mean of four | equal |")
+    print("| --- |" + " --- |" * (len(texts) + 2))
     shape = {"rows": 4, "length": args.longest + args.max_new_tokens}
     for name in args.heads:
         head = specjax.load_head(name, target)
@@ -80,18 +92,24 @@ def main() -> None:
         of = [by_task[task] for task in COUNTED if task in by_task]
         cells = [f"{one.per_pass:.2f}, {one.first:.0%}" for one in by_task.values()]
         mean = statistics.mean(one.per_pass for one in of), statistics.mean(one.first for one in of)
-        print(f"| {name} |", " | ".join(cells), f"| {mean[0]:.3f}, {mean[1]:.1%} |", flush=True)
+        print(f"| {name} |", " | ".join(cells), f"| {mean[0]:.3f}, {mean[1]:.1%} | |", flush=True)
         for spec in args.tree:
             try:
                 drafter = specjax.make_drafter(head.head.kind, target, head, tree=specjax.trees.parse(spec))
             except specjax.UsageError:
                 continue
-            rates = {task: decoded(target, drafter, some, tokenizer.eos) for task, some in texts.items()}
+            rows = 1 if spec.endswith(":auto") else sum(map(len, texts.values()))
+            everything = [text for some in texts.values() for text in some]
+            figures = iter(decoded(target, drafter, everything, tokenizer.eos, rows))
+            rates, equal = {}, 0
+            for task, some in texts.items():
+                tokens, passes, equals = map(sum, zip(*(next(figures) for _ in some), strict=True))
+                rates[task], equal = tokens / passes, equal + equals
             mean_rate = statistics.mean(rates[task] for task in COUNTED if task in rates)
             print(
                 f"| {name}, {spec} |",
                 " | ".join(f"{rate:.2f}" for rate in rates.values()),
-                f"| {mean_rate:.3f} |",
+                f"| {mean_rate:.3f} | {equal} of {len(everything)} |",
                 flush=True,
             )
 
