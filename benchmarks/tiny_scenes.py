@@ -96,7 +96,7 @@ def tokenizer() -> Tokenizer:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     # The unknown word is not special, because chats refuse names of fields that contain special tokens.
     backend.add_special_tokens([tokenizers.AddedToken(word, normalized=False) for word in CONTROL if word != UNKNOWN])
-    names = {"bos_token": START, "eos_token": END, "pad_token": UNKNOWN, "unk_token": UNKNOWN}
+    names = {"bos_token": START, "eos_token": END, "pad_token": END}
     return Tokenizer(LibraryCodec(backend), VOCABULARY, (VOCABULARY.index(END),), TEMPLATE, names)
 
 
@@ -129,7 +129,7 @@ def encode(text: str) -> list[int]:
 def draw_batch(rows: int, rng: np.random.Generator, easy: float) -> Batch:
     """Return rows of random scenes. One row in eight has questions without an image.
 
-    easy: the share of images whose first question is the easiest one, to read the grid. For others it is to describe.
+    easy: the share of images whose first question is to read the grid, which is the easiest one.
     """
     shape, size = (rows, LENGTH), scenes.SIZE
     tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -143,7 +143,7 @@ def draw_batch(rows: int, rng: np.random.Generator, easy: float) -> Batch:
         prefix = encode(f"{START}user:")
         kinds = [*TEXT_KINDS]
         if has_image[row]:
-            prefix, kinds = prefix + image, [kind for kind in IMAGE_KINDS if kind not in ("describe", "read")]
+            prefix, kinds = prefix + image, [*IMAGE_KINDS]
             pixels[row] = scenes.draw(scene, rng)
             for shape in scene:
                 cell = (shape.row - 1) * scenes.SIDE + shape.column - 1
@@ -152,8 +152,8 @@ def draw_batch(rows: int, rng: np.random.Generator, easy: float) -> Batch:
         tokens[row, :end], positions[row, :end], branches[row, :end] = prefix, np.arange(end), 0
         for branch in range(1, LENGTH):
             kind = str(rng.choice(kinds))
-            if branch == 1 and has_image[row]:
-                kind = "read" if rng.random() < easy else "describe"
+            if branch == 1 and has_image[row] and rng.random() < easy:
+                kind = "read"
             question = scenes.ask(kind, scene, rng)
             text, answer = encode(f"{question.text}{END}assistant:"), encode(question.answer + END)
             stop = end + len(text) + len(answer)
@@ -207,14 +207,14 @@ def step(params: Any, state: Any, batch: Batch, optimizer: Any) -> tuple[Any, An
     return optax.apply_updates(params, updates), state, value, right
 
 
-def train(target: specjax.Target, steps: int, rows: int, seed: int, easy: float) -> specjax.Target:
-    """Return the trained model. In the first `easy` of the steps, fewer questions are descriptions."""
-    recipe = recipe_of("fastdraft_pretraining", optimizer="muon", learning_rate=1e-2, tables=0.3)
+def train(target: specjax.Target, steps: int, rows: int, seed: int, easy: float, rate: float) -> specjax.Target:
+    """Return the trained model. In the first `easy` of the steps, most images are read cell by cell."""
+    recipe = recipe_of("fastdraft_pretraining", optimizer="muon", learning_rate=rate, tables=0.3)
     optimizer = make_optimizer(recipe, steps)
     rng, params, start = np.random.default_rng(seed + 1), target.params, time.perf_counter()
     state = optimizer.init(params)
     for number in range(1, steps + 1):
-        batch = draw_batch(rows, rng, 0.75 if number < easy * steps else 0.25)
+        batch = draw_batch(rows, rng, 0.75 if number <= easy * steps else 0.0)
         params, state, value, right = step(params, state, batch, optimizer)
         if number % 25 == 0 or number == 1:
             seconds = time.perf_counter() - start
@@ -305,6 +305,7 @@ def main() -> None:
     sub["train"].add_argument("--steps", type=int, default=800)
     sub["train"].add_argument("--start", type=Path, help="folder of a model whose training continues")
     sub["train"].add_argument("--rows", type=int, default=16)
+    sub["train"].add_argument("--rate", type=float, default=1e-2, help="highest learning rate")
     sub["train"].add_argument("--easy", type=float, default=0.3, help="share of the steps with easier questions")
     for name in ("measure", "prompts"):
         sub[name].add_argument("--count", type=int, default=100, help="scenes")
@@ -312,7 +313,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.command == "train":
         first = untrained(args.seed) if args.start is None else specjax.load(args.start, dtype="float32")[0]
-        target = train(first, args.steps, args.rows, args.seed, args.easy)
+        target = train(first, args.steps, args.rows, args.seed, args.easy, args.rate)
         write(args.folder, rounded(target))
     elif args.command == "measure":
         measure(args.folder, args.count, args.seed + HELD_OUT)

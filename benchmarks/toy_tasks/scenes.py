@@ -1,7 +1,7 @@
 """Scenes of coloured shapes on a grid of four rows and columns, and questions about them with answers in sentences.
 
     how many red shapes are there ?
-    i look for red shapes : a circle in row one , a cross in row three . so there are two red shapes .
+    row one : a red circle , one . row two : nothing . row three : a blue cross , one , then a red square , two . ...
 
 Some words of an answer are only in the image, and others follow from the words before them. The questions of
 `TEXT_KINDS` need no image. All words are in `WORDS`.
@@ -91,9 +91,13 @@ def _inside(form: str, x: np.ndarray, y: np.ndarray, radius: float) -> np.ndarra
     return forms[form]
 
 
-def _listed(parts: list[str]) -> str:
-    """Return parts in a row, or "nothing"."""
-    return " , ".join(parts) or "nothing"
+def _rows(scene: Scene, parts: list[str], last: int = SIDE) -> list[str]:
+    """Return a sentence for each row to `last`, with the part of each of its shapes."""
+    sentences = []
+    for row in range(1, last + 1):
+        in_row = [part for shape, part in zip(scene, parts, strict=True) if shape.row == row]
+        sentences.append(f"row {NUMBERS[row]} : {' , then '.join(in_row) or 'nothing'} .")
+    return sentences
 
 
 def _counted(count: int, one: str, many: str) -> str:
@@ -101,16 +105,19 @@ def _counted(count: int, one: str, many: str) -> str:
     return f"so there {'is' if count == 1 else 'are'} {NUMBERS[count]} {one if count == 1 else many} ."
 
 
+def _counting(scene: Scene, is_match: Callable[[Shape], bool], one: str, many: str) -> str:
+    """Return an answer that counts along the rows."""
+    count, parts = 0, []
+    for shape in scene:
+        count += is_match(shape)
+        parts.append(f"a {shape.name} , {NUMBERS[count]}")
+    return " ".join([*_rows(scene, parts), _counted(count, one, many)])
+
+
 def _describe(scene: Scene, rng: np.random.Generator) -> tuple[str, str]:
     text = str(rng.choice(["describe the scene .", "what do you see ?", "what is in the scene ?"]))
-    rows = []
-    for row in range(1, SIDE + 1):
-        names = [f"a {shape.name}" for shape in scene if shape.row == row]
-        rows.append(f"row {NUMBERS[row]} : {' , then '.join(names) or 'nothing'} .")
-    colour = scene[0].colour
-    count = sum(shape.colour == colour for shape in scene)
-    last = f"and {NUMBERS[count]} {'is' if count == 1 else 'are'} {colour} ."
-    return text, " ".join([*rows, f"in all there are {NUMBERS[len(scene)]} shapes ,", last])
+    rows = _rows(scene, [f"a {shape.name}" for shape in scene])
+    return text, " ".join([*rows, f"in all there are {NUMBERS[len(scene)]} shapes ."])
 
 
 def _read(scene: Scene, rng: np.random.Generator) -> tuple[str, str]:
@@ -123,38 +130,29 @@ def _read(scene: Scene, rng: np.random.Generator) -> tuple[str, str]:
 
 def _count_colour(scene: Scene, rng: np.random.Generator) -> tuple[str, str]:
     colour = str(rng.choice([*COLOURS]))
-    matches = [f"a {shape.form} in row {NUMBERS[shape.row]}" for shape in scene if shape.colour == colour]
-    answer = f"i look for {colour} shapes : {_listed(matches)} . "
-    return (
-        f"how many {colour} shapes are there ?",
-        answer + _counted(len(matches), f"{colour} shape", f"{colour} shapes"),
-    )
+    names = f"{colour} shape", f"{colour} shapes"
+    return f"how many {names[1]} are there ?", _counting(scene, lambda shape: shape.colour == colour, *names)
 
 
 def _count_form(scene: Scene, rng: np.random.Generator) -> tuple[str, str]:
     form = str(rng.choice([*SHAPES]))
-    matches = [f"a {shape.colour} one in row {NUMBERS[shape.row]}" for shape in scene if shape.form == form]
-    answer = f"i look for {SHAPES[form]} : {_listed(matches)} . "
-    return f"how many {SHAPES[form]} are there ?", answer + _counted(len(matches), form, SHAPES[form])
+    answer = _counting(scene, lambda shape: shape.form == form, form, SHAPES[form])
+    return f"how many {SHAPES[form]} are there ?", answer
 
 
 def _count_both(scene: Scene, rng: np.random.Generator) -> tuple[str, str]:
-    shape = _one_of(scene, rng)
-    matches = [f"one in row {NUMBERS[other.row]}" for other in scene if other.name == shape.name]
-    many = f"{shape.colour} {SHAPES[shape.form]}"
-    answer = f"i look for {many} : {_listed(matches)} . "
-    return f"how many {many} are there ?", answer + _counted(len(matches), shape.name, many)
+    wanted = _one_of(scene, rng)
+    many = f"{wanted.colour} {SHAPES[wanted.form]}"
+    answer = _counting(scene, lambda shape: shape.name == wanted.name, wanted.name, many)
+    return f"how many {many} are there ?", answer
 
 
 def _where(scene: Scene, rng: np.random.Generator) -> tuple[str, str]:
-    shape = _one_of(scene, rng)
-    text, matches = f"where is the {shape.name} ?", [other for other in scene if other.name == shape.name]
-    if not matches:
-        return text, f"i look for a {shape.name} : nothing . there is no {shape.name} in the scene ."
-    first = matches[0]
-    beside = [f"a {other.name}" for other in scene if other.row == first.row and other != first]
-    place = f"in row {NUMBERS[first.row]} and column {NUMBERS[first.column]}"
-    return text, f"the {shape.name} is {place} . beside it in row {NUMBERS[first.row]} there is : {_listed(beside)} ."
+    name = _one_of(scene, rng).name
+    rows = [shape.row for shape in scene if shape.name == name]
+    sentences = _rows(scene, [f"a {shape.name}" for shape in scene], rows[0] if rows else SIDE)
+    last = f"so the {name} is in row {NUMBERS[rows[0]]} ." if rows else f"so there is no {name} ."
+    return f"where is the {name} ?", " ".join([*sentences, last])
 
 
 def _in_row(scene: Scene, rng: np.random.Generator) -> tuple[str, str]:
@@ -186,21 +184,13 @@ def _numbers(scene: Scene, rng: np.random.Generator) -> tuple[str, str]:
     return f"count from {numbers[0]} to {numbers[-1]} .", answer
 
 
-def _listing(scene: Scene, rng: np.random.Generator) -> tuple[str, str]:
-    colour = str(rng.choice([*COLOURS]))
-    matches = [f"a {shape.form}" for shape in scene if shape.colour == colour]
-    text = f"there is {_listed([f'a {shape.name}' for shape in scene])} . how many {colour} shapes are there ?"
-    answer = f"i look for {colour} shapes : {_listed(matches)} . "
-    return text, answer + _counted(len(matches), f"{colour} shape", f"{colour} shapes")
-
-
 Writer = Callable[[Scene, np.random.Generator], tuple[str, str]]
 IMAGE_KINDS: Mapping[str, Writer] = {
     "describe": _describe, "read": _read, "colour": _count_colour, "form": _count_form, "both": _count_both,
     "where": _where, "row": _in_row,
 }  # fmt: skip
 """Kinds of questions about an image."""
-TEXT_KINDS: Mapping[str, Writer] = {"spell": _spell, "numbers": _numbers, "list": _listing}
+TEXT_KINDS: Mapping[str, Writer] = {"spell": _spell, "numbers": _numbers}
 """Kinds of questions without an image."""
 
 
