@@ -1,4 +1,4 @@
-"""Conditional execution of one of two passes inside a compiled program without a copy of the updated state."""
+"""Conditional execution inside a compiled program without a copy of the updated state."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ Array = jax.Array
 
 State = TypeVar("State")
 Result = TypeVar("Result")
+Inputs = TypeVar("Inputs")
 
 
 def narrow_or_wide(
@@ -33,3 +34,22 @@ def narrow_or_wide(
         carry = jax.lax.fori_loop(0, times, lambda _, carry: narrow(carry[0]), carry)
     with jax.named_scope(scopes.WIDE):
         return jax.lax.fori_loop(0, 1 - times, lambda _, carry: wide(carry[0]), carry)
+
+
+def update_if(
+    is_needed: Array, update: Callable[[Inputs, State], State], inputs: Inputs, state: State
+) -> State:  # fmt: skip
+    """Return `update(inputs, state)` if `is_needed` bool[] is true, else `state`, which is updated in place.
+
+    inputs: small integer arrays. Every expensive operation of `update` must depend on them.
+
+    The update is a loop with one or zero iterations, as in `narrow_or_wide`. XLA computes operations that are the same
+    in all iterations in front of a loop, so a program would compute them in every step. The inputs therefore change
+    from iteration to iteration.
+    """
+
+    def body(_: Array, carry: tuple[Inputs, State]) -> tuple[Inputs, State]:
+        inputs, state = carry
+        return jax.tree.map(lambda x: x + 1, inputs), update(inputs, state)
+
+    return jax.lax.fori_loop(0, is_needed.astype(jnp.int32), body, (inputs, state))[1]

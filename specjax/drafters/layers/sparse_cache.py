@@ -37,6 +37,7 @@ import numpy as np
 
 from specjax import trees
 from specjax.arrays import batch_axes
+from specjax.arrays.branching import update_if
 from specjax.catalog import Method, shared
 from specjax.costs.drafting import long_context
 from specjax.drafters.layers.early_exit import context_target, self_draft
@@ -234,9 +235,8 @@ def follow(
     # A row that did not draft for a while has missed more tokens than are copied at once.
     is_behind = cached - state.read > count
     again = drafting & (is_new | is_full | is_behind) & (cached > 0)
-    # A branch would copy the cache; a loop of zero or one iterations writes in place.
-    reselect = lambda _, state: _select(model, settings, state, context, again)
-    state = jax.lax.fori_loop(0, jnp.any(again).astype(jnp.int32), reselect, state)
+    reselect = lambda length, state: _select(model, settings, state, context._replace(length=length), again)
+    state = update_if(jnp.any(again), reselect, context.length, state)
     newer = jnp.where(drafting, cached - state.read, 0)
     pending = cache_parts.read_entries(context.cache, state.read, count)
     path = jnp.broadcast_to(jnp.arange(count), (len(cached), count))

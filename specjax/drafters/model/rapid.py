@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax import trees
+from specjax.arrays.branching import update_if
 from specjax.arrays.indexing import take_along
 from specjax.catalog import Method, Option, shared
 from specjax.drafters.layers.early_exit import context_target
@@ -151,9 +152,8 @@ def _functions(
             limit = jnp.where(outgrown, 0, limit)
         elif by_attention or context.tokens.shape[1] > longest:
             outgrown &= limit > 0
-            # A branch would copy the cache; a loop of zero or one iterations writes in place.
-            again = lambda _, state: read_again(params, state, context, outgrown)
-            state = jax.lax.fori_loop(0, jnp.any(outgrown).astype(jnp.int32), again, state)
+            again = lambda length, state: read_again(params, state, context._replace(length=length), outgrown)
+            state = update_if(jnp.any(outgrown), again, context.length, state)
         return drafter.propose(params, keys, state, context, limit)
 
     def read_again(params, state: State, context: Context, rows: Array) -> State:
