@@ -152,7 +152,7 @@ def test_the_kernel_in_bfloat16_with_earlier_nodes(int8):
 def test_the_kernel_in_a_stack_with_several_calls_and_totals(monkeypatch):
     """Each call has its own rows of queries, and all new keys."""
     monkeypatch.setattr(tpu, "MAX_ROWS", 16)
-    monkeypatch.setattr(tpu, "PART_ROWS", 16)
+    monkeypatch.setattr(tpu, "_part_rows", lambda kv_heads: 16)
     arrays, options = case(5, [0, 130], 11)
     options |= {"with_total": True}
     stacked = (*arrays[:3], jnp.stack([jnp.full_like(arrays[3], jnp.nan), arrays[3]]), *arrays[4:])

@@ -130,7 +130,7 @@ def test_many_queries_are_computed_in_several_calls(monkeypatch):
     clean, options = case(9, [5, 300], TREES["ragged"])
     dirty, _ = case(9, [5, 300], TREES["ragged"], dead=np.nan)
     monkeypatch.setattr(tpu, "MAX_ROWS", 8)
-    monkeypatch.setattr(tpu, "PART_ROWS", 8)
+    monkeypatch.setattr(tpu, "_part_rows", lambda kv_heads: 8)
     more = {"scale": 0.2, "window": 100, "with_total": True}
     run = lambda arrays: tpu.tree_attention(*arrays, **options, **more, block=BLOCK, interpret=SIMULATED)
     calls = str(jax.make_jaxpr(lambda arrays: tpu.tree_attention(*arrays, **options, **more))(clean)).count(
@@ -294,6 +294,25 @@ def test_the_compiler_takes_it(topology, heads_dim, int8):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             text = jax.jit(run).lower(*jax.tree.map(place, arguments)).compile().as_text()
         assert "tpu_custom_call" in text
+
+
+CHUNK_BLOCKS = {"v5e:2x2": 1024, "v5p:2x2x1": 1024, "v6e:2x2": 2048}
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("topology", ["v4:2x2x1", *CHUNK_BLOCKS])
+def test_a_chunk_of_a_long_prompt_compiles_with_all_heads_on_a_chip(topology):
+    """All 8 kv heads of Llama 3 8B are on one chip. Chips with much on-chip memory read larger blocks of the cache."""
+    mesh = jax.sharding.Mesh(np.array(devices(topology)[:1]), "x")
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    place = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+    (t, kv_heads, slots, dim), ids = (512, 8, 32768, 128), functools.partial(place, dtype=jnp.int32)
+    new, prefix = [place(1, kv_heads, t, dim)] * 2, [place(1, kv_heads, slots, dim)] * 2
+    arguments = place(1, t, 4 * kv_heads, dim), *new, *prefix, ids(1), ids(1, t), place(1, t, t, dtype=bool)
+    run = lambda *arguments: tree_attention(*arguments, scale=0.1, implementation="pallas_tpu")
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert tpu._block(kv_heads, dim, 2, slots, 2, tpu._part_rows(kv_heads)) == CHUNK_BLOCKS.get(topology, 512)
+        assert "tpu_custom_call" in jax.jit(run).lower(*arguments).compile().as_text()
 
 
 def test_programs_of_64_bits_too():
