@@ -210,17 +210,17 @@ def _with_images(messages: list[Message], images: Any) -> list[Message]:
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None or not isinstance(messages[first]["content"], str):
         raise UsageError('"images" needs a message of the user with a text')
-    before, *after = messages[first]["content"].split(MARK)
-    if after and len(after) != len(paths):
-        raise UsageError(f"the text has {len(after)} times {MARK} for {len(paths)} images")
+    start, *pieces = messages[first]["content"].split(MARK)
+    if pieces and len(pieces) != len(paths):
+        raise UsageError(f"the text has {len(pieces)} times {MARK} for {len(paths)} images")
     text = lambda piece: [{"type": "text", "text": piece}] if piece else []
     shown = [{"type": "image", "path": path} for path in paths]
-    if after:
-        parts = text(before) + [
-            part for image, piece in zip(shown, after, strict=True) for part in (image, *text(piece))
+    if pieces:
+        parts = text(start) + [
+            part for image, piece in zip(shown, pieces, strict=True) for part in (image, *text(piece))
         ]
     else:
-        parts = shown + text(before)
+        parts = shown + text(start)
     return [*messages[:first], {**messages[first], "content": parts}, *messages[first + 1 :]]
 
 
