@@ -232,4 +232,4 @@ def resample_responses(
         np.where(has_response[:, None], new, old).astype(old.dtype)
         for new, old in zip(replaced, (tokens, text_start, loss_mask), strict=True)
     )
-    return PackedBatch(*map(jnp.asarray, arrays), packed.inputs)
+    return PackedBatch(*map(jnp.asarray, arrays))._replace(inputs=packed.inputs)
