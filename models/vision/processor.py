@@ -29,7 +29,7 @@ class ImageProcessor(NamedTuple):
     process: Callable[..., Mapping[str, Any]]  # transformers' image processor
 
     def chat(
-        self, messages: str | Sequence[Mapping[str, Any]], pictures: Sequence[Picture], **variables: Any
+        self, messages: str | Sequence[Mapping[str, Any]], pictures: Sequence[Picture], /, **variables: Any
     ) -> tuple[list[int], Tiles | None]:
         """Return the ids of a conversation with a placeholder for each vector, and the tiles of its pictures.
 

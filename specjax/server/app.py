@@ -211,7 +211,7 @@ class Service:
     ) -> tuple[list[int], PyTree]:  # fmt: skip
         """Return the ids of a chat, and the inputs of its images; None without images."""
         turns = [message.as_turn() for message in messages]
-        pictures = [picture for message in messages for picture in message.pictures]
+        pictures = await _in_thread(lambda: [picture for message in messages for picture in message.pictures])
         shown = {"tools": [tool.model_dump(exclude_none=True) for tool in tools]} if tools else {}
         options = {**(variables or {}), **shown}
         if not pictures:

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 from specjax.engine.prefill import CHUNK
 from specjax.parallel import hosts
 from specjax.server.errors import OVERFLOW, QUEUE_TIMEOUT, STOPPED, TIMEOUT, ApiError
-from specjax.server.fair_queue import FairQueue
 from specjax.server.metrics import Load, Metrics, RequestTimes
 from specjax.serving.batch import Served
+from specjax.serving.fair_queue import FairQueue
 from specjax.serving.loop import Scheduler, ServeSetup
 from specjax.serving.requests import Request
 

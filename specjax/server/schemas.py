@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from specjax.server.errors import ApiError
-from specjax.server.images import decode_url
+from specjax.server.images import check_url, decode_url
 from specjax.server.structured.constraints import Constraint
 from specjax.server.structured.tools import NO_PARAMETERS, required_call
 
@@ -307,7 +307,7 @@ def _check_image(part: Mapping[str, Any], role: Any) -> None:
     url = place.get("url") if isinstance(place, Mapping) else None
     if not isinstance(url, str):
         raise ValueError('a part image_url needs {"image_url": {"url": "data:image/png;base64,..."}}')
-    decode_url(url)
+    check_url(url)
 
 
 class ChatMessage(Fields):
@@ -334,7 +334,7 @@ class ChatMessage(Fields):
 
     @property
     def pictures(self) -> list[bytes]:
-        """Return the images of the message."""
+        """Return the images of the message. Raises: UsageError for data that are not base64."""
         parts = self.content if isinstance(self.content, list) else []
         return [decode_url(part.image_url.url) for part in parts if isinstance(part, ImagePart)]
 
@@ -354,7 +354,7 @@ class ChatMessage(Fields):
         """Return the text of the message, or its parts if there are images."""
         if not isinstance(self.content, list):
             return self.content or ""
-        if not self.pictures:
+        if not any(isinstance(part, ImagePart) for part in self.content):
             return "".join(part.text for part in self.content if not isinstance(part, ImagePart))
         show = lambda part: {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
         return list(map(show, self.content))

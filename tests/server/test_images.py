@@ -13,6 +13,7 @@ from image_models import write_processor, write_tokenizer
 from served import ask, running
 
 import specjax
+from specjax import UsageError
 from specjax.models import images, load_image_processor
 from specjax.models.loading import load_tokenizer
 from specjax.server.images import ImageReader, decode_url
@@ -26,6 +27,13 @@ def picture(seed):
     values = np.random.default_rng(seed).integers(0, 255, (24, 24, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     PIL.Image.fromarray(values).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def one_color(side):
+    """Return the bytes of a small PNG with many pixels."""
+    buffer = io.BytesIO()
+    PIL.Image.new("1", (side, side)).save(buffer, "PNG")
     return buffer.getvalue()
 
 
@@ -100,7 +108,9 @@ def test_tokens_of_a_chat_with_an_image(url):
     ("content", "words"),
     [
         ([part(b"no image")], "cannot be read as an image"),
-        ([part(picture(1))] * 3, "the images have 3 tiles, and this server takes at most 2 per prompt"),
+        ([part(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")], "cannot be read as an image"),
+        ([part(one_color(9000))], "the images have 81000000 pixels"),
+        ([part(picture(1))] * 3, "the prompt has 3 images, and this server takes at most 2 per prompt"),
         ([{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}], "the server downloads nothing"),
         ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,%%"}}], "not valid base64"),
         ([{"type": "image_url"}], "a part image_url needs"),
@@ -123,7 +133,13 @@ def test_a_server_of_text_refuses_images():
     assert response.status_code == 400 and "start it with --image-tiles" in response.json()["error"]["message"]
 
 
+def test_inputs_of_requests_are_in_the_memory_of_the_host(reader):
+    turns = [{"role": "user", "content": [{"type": "image"}]}]
+    _, inputs = reader.read(turns, [picture(1)], {})
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves((inputs, reader.blank)))
+
+
 def test_data_urls():
     assert decode_url(part(b"abc")["image_url"]["url"]) == b"abc"
-    with pytest.raises(ValueError, match="must be a data URL"):
+    with pytest.raises(UsageError, match="must be a data URL"):
         decode_url("data:text/plain;base64,YWJj")

@@ -12,13 +12,17 @@ from image_models import random_tiles
 import specjax
 from specjax import UsageError
 from specjax.drafters import head_drafter
+from specjax.models import init_params, make_model
 from specjax.models.vision.memory import PromptImages, images
 from specjax.training import TrainingText, recipe_of, train
 from specjax.training.data.conversation_files import read_text_file
+from specjax.training.data.conversations import pictures_of
 from specjax.training.data.packing import pack
 from specjax.training.loop.schedule import ScheduleOptions, draw_rising, image_share, make_schedule
 from specjax.training.measure.acceptance_eval import measure_acceptance
+from specjax.training.objectives.draft_models import OnPolicy, resample_responses
 from specjax.training.objectives.trainables import build_objective
+from specjax.types import Target
 
 
 def texts_of(target, count=6):
@@ -45,6 +49,45 @@ def test_texts_with_inputs_have_rows_of_their_own():
     )
     with pytest.raises(UsageError, match="equal num_tiles"):
         pack([texts[0], other], 4, 48)
+    with pytest.raises(UsageError, match="equal num_tiles"):
+        make_schedule([texts[0], other], ScheduleOptions(1, 1, 48, 0))
+
+
+def test_texts_with_and_without_inputs_share_no_batch():
+    texts = texts_of(vision_target())
+    plain = texts[2]._replace(inputs=None)
+    assert [batch.inputs is None for batch in pack([texts[0], plain], 1, 96)] == [False, True]
+    with pytest.raises(UsageError, match="some training texts have inputs and others have none"):
+        pack([texts[0], plain], 2, 96)
+
+
+def test_a_schedule_copies_inputs_of_one_batch_at_a_time():
+    texts = texts_of(vision_target())
+    schedule = make_schedule(texts, ScheduleOptions(3, 4, 48, 0))
+    assert all(batch.inputs.shape == (4,) for epoch in schedule.epochs for batch in epoch)
+    order = np.random.default_rng([0, 2]).permutation(len(texts))
+    expected = pack([texts[i] for i in order], 4, 48)
+    batches = [batch.packed for batch in schedule.iterate_from(0, 0) if batch.epoch == 2]
+    for batch, packed in zip(batches, expected, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, batch, packed)
+
+
+def test_a_draft_model_of_text_learns_from_prompts_with_images():
+    target = vision_target()
+    config = specjax.models.LlamaConfig(71, 16, 1, 2, 2, 8, 24, max_positions=256)
+    draft = Target(make_model(config), init_params(config, jax.random.key(2)))
+    texts = texts_of(target)
+    result = train(target, draft, texts, epochs=1, rows=2, length=48, replace_batch=OnPolicy((0,), 0.5))
+    assert np.any(np.asarray(result.params["embed"]["weight"]) != np.asarray(draft.params["embed"]["weight"]))
+    packed = pack(texts, 2, 48)[0]
+    sampled = resample_responses(draft, packed, jax.random.key(0), eos=(0,))
+    assert sampled.inputs is packed.inputs
+
+
+def test_conversations_with_parts_that_are_no_images():
+    assert pictures_of([{"role": "assistant", "tool_calls": []}, {"role": "user", "content": ["text"]}]) == []
+    with pytest.raises(UsageError, match="has no path"):
+        pictures_of([{"role": "user", "content": [{"type": "image"}]}])
 
 
 @pytest.mark.parametrize("kind", ["msd", "flash", "specvlm"])
@@ -112,14 +155,22 @@ def test_files_with_images(tmp_path):
         {"prompt": "What is it?", "images": ["a.png"]},
         {"messages": [{"role": "user", "content": parts}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "no image"}]}]},
+        {"conversations": [{"from": "human", "value": "What <image>is<image>"}], "images": ["a.png", "b.png"]},
+        {"conversations": [{"from": "human", "value": "<image>is it?"}], "image": "a.png"},
         {"prompt": "What?", "images": [3]},
+        {"prompt": "What?<image>", "images": ["a.png", "b.png"]},
         {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
     ]
     file.write_text("\n".join(map(json.dumps, lines)))
     read = read_text_file(file)
     expected = [{"role": "user", "content": [{"type": "image", "path": str(tmp_path / "a.png")}, parts[1]]}]
-    assert read.sources == [expected, expected, "no image"]
+    image, other = ({"type": "image", "path": str(tmp_path / name)} for name in ("a.png", "b.png"))
+    words = lambda text: {"type": "text", "text": text}
+    marked = [{"role": "user", "content": [words("What "), image, words("is"), other]}]
+    assert read.sources[:3] == [expected, expected, "no image"]
+    assert read.sources[3:] == [marked, [{"role": "user", "content": [image, words("is it?")]}]]
     assert [entry.error for entry in read.bad] == [
         '"images" is no list of paths',
+        "the text has 1 times <image> for 2 images",
         'a message has a part of type "audio", and only text and images with a path can be read',
     ]

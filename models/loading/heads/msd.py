@@ -36,5 +36,5 @@ def describe(config: MsdConfig, layout: str, info: SaveInfo) -> dict[str, Any]:
 
 FORMAT = HeadFormat(
     kinds=("msd",), table=image_rows.TABLE, dialect_of=dialect_of, plan=plan, layouts={"authors": ()},
-    describe=describe, spellings={"rows": "image_rows"},
+    describe=describe, spellings={"image_rows": "rows"},
 )  # fmt: skip

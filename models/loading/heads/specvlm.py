@@ -39,5 +39,5 @@ def describe(config: SpecVlmConfig, layout: str, info: SaveInfo) -> dict[str, An
 
 FORMAT = HeadFormat(
     kinds=("specvlm",), table=TABLE, dialect_of=dialect_of, plan=plan, layouts={"specjax": ()}, describe=describe,
-    spellings={"expert": "image_rows"},
+    spellings={"image_rows": "expert"},
 )  # fmt: skip

@@ -14,14 +14,48 @@ from specjax.models.loading.tokenizers.templates.rendering import (
     INVALID_MESSAGES,
     SKIP_TEMPLATE,
     Conversation,
+    Messages,
+    render,
 )
 
 Spans = list[tuple[int, int]]
+
+PROBE = "probe of a template"
+"""A content of a message by which it is seen what a template reads."""
 
 
 def appears_in_template(template: str, piece: str) -> bool:
     """Return True if a template contains a token that is more than spaces or a letter, some of which are tokens too."""
     return len(piece.strip()) > 2 and piece in template
+
+
+def fit_contents(template: str, messages: Messages, names: Mapping[str, str]) -> Messages:
+    """Return messages with texts in the form that a template reads: strings, or else lists of parts.
+
+    Some templates of models that read images loop over parts, and would drop a string without an error.
+    """
+    if _reads_strings(template, tuple(sorted(names.items()))):
+        return messages
+
+    def in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+        content = message.get("content")
+        return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+    return list(map(in_parts, messages))
+
+
+@functools.lru_cache(maxsize=16)
+def _reads_strings(template: str, names: tuple[tuple[str, str], ...]) -> bool:
+    """Return False if a template drops a string and writes the same text in a part."""
+    if "image" not in template:
+        return True
+    contents: list[Any] = [PROBE, [{"type": "text", "text": PROBE}]]
+    write = lambda content: render(template, Conversation([{"role": "user", "content": content}]), dict(names))
+    try:
+        as_string, as_part = map(write, contents)
+    except UsageError:
+        return True
+    return PROBE in as_string or PROBE not in as_part
 
 
 class _Texts(NamedTuple):

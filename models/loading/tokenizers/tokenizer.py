@@ -133,6 +133,8 @@ class Tokenizer:
         variables = {**self.template_args, **variables} | ({} if tools is None else {"tools": tools})
         default_name = variables.pop("chat_template", None)
         template = self._template(chat_template or default_name, variables)
+        if template is not None:
+            messages = chat.fit_contents(template, messages, self.names)
         conversation = Conversation(messages, variables)
         render_one, find = functools.partial(self._render, template), functools.partial(self._find, template)
         conversation, mark = chat.split_control_tokens(conversation, find)

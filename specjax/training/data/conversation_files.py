@@ -10,7 +10,8 @@ A file has one text per line, one JSON object per line, or one JSON list of obje
     "text": "..."
 
 For targets that read images, the content of the first message may be a list with parts {"type": "image", "path": ...},
-or "images" may stand beside the text with a list of paths. They are relative to the file.
+or "images" may stand beside the text with a list of paths, or "image" with one. They are relative to the file. A text
+may have <image> where each of them belongs; otherwise they come before it.
 
 A "system" text may stand beside them. Entries that cannot be used are reported by number, and the others are read.
 """
@@ -27,6 +28,8 @@ from specjax.files.untrusted import is_text, quote, read_text
 from specjax.training.data.conversations import ASSISTANT, Message, TextSource, is_conversation
 
 MAX_FILE_BYTES = 1 << 31
+MARK = "<image>"
+"""The place of an image in the text of files such as those of LLaVA."""
 ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "prompter": "user",
     ASSISTANT: ASSISTANT, "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bard": ASSISTANT, "bing": ASSISTANT,
@@ -113,7 +116,7 @@ def parse_entry(entry: Any) -> TextSource:
     if not isinstance(entry, Mapping):
         return _text(entry, "the entry")
     system = [{"role": "system", "content": _text(entry["system"], '"system"')}] if entry.get("system") else []
-    messages = _with_images([*system, *_parse_messages(entry)], entry.get("images"))
+    messages = _with_images([*system, *_parse_messages(entry)], entry.get("images") or entry.get("image"))
     if len(messages) == 1 and isinstance(messages[0]["content"], str) and messages[0]["role"] == "user":
         return messages[0]["content"]
     if not any(message["role"] == "user" for message in messages):
@@ -207,7 +210,17 @@ def _with_images(messages: list[Message], images: Any) -> list[Message]:
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None or not isinstance(messages[first]["content"], str):
         raise UsageError('"images" needs a message of the user with a text')
-    parts = [*({"type": "image", "path": path} for path in paths), {"type": "text", "text": messages[first]["content"]}]
+    start, *pieces = messages[first]["content"].split(MARK)
+    if pieces and len(pieces) != len(paths):
+        raise UsageError(f"the text has {len(pieces)} times {MARK} for {len(paths)} images")
+    text = lambda piece: [{"type": "text", "text": piece}] if piece else []
+    shown = [{"type": "image", "path": path} for path in paths]
+    if pieces:
+        parts = text(start) + [
+            part for image, piece in zip(shown, pieces, strict=True) for part in (image, *text(piece))
+        ]
+    else:
+        parts = shown + text(start)
     return [*messages[:first], {**messages[first], "content": parts}, *messages[first + 1 :]]
 
 

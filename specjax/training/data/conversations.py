@@ -48,9 +48,13 @@ def with_system(messages: Sequence[Message], system: str | None) -> Sequence[Mes
 
 
 def pictures_of(messages: Sequence[Message]) -> list[str]:
-    """Return the paths of the images in messages."""
-    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
-    return [part["path"] for part in parts if part["type"] == "image"]
+    """Return the paths of the images in messages. Raises: UsageError for an image without one."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    images = [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
+    if any("path" not in image for image in images):
+        raise UsageError('an image of a message has no path; give {"type": "image", "path": ...}')
+    return [image["path"] for image in images]
 
 
 def question_turns(messages: Sequence[Message]) -> list[list[Message]]:

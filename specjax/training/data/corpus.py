@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import numpy as np
 
 from specjax.errors import UsageError
@@ -174,7 +175,11 @@ class CorpusBuilder:
         if not any(map(is_conversation, texts)):
             raise UsageError("the texts are no conversations, so the evaluation needs prompts; give some")
         for i in np.random.default_rng(self.settings.seed).permutation(len(texts)):
-            dialogue = _Dialogue(texts[i], self.settings.system)
+            try:
+                dialogue = _Dialogue(texts[i], self.settings.system)
+            except UsageError:  # `read_texts` reports it
+                remainder.append(texts[i])
+                continue
             if not is_conversation(texts[i]) or not dialogue.questions:
                 remainder.append(texts[i])
             elif dialogue.questions[0] in questions:
@@ -305,11 +310,15 @@ class CorpusBuilder:
         return [text._replace(inputs=row) for text, row in zip(texts, inputs, strict=True)]
 
     def _inputs_of(self, prompts: Sequence[Sequence[int]], dialogues: Sequence[_Dialogue]) -> list[PyTree] | None:
-        """Return the images of each prompt, all in one shape; None if no prompt of the run has any."""
+        """Return the images of each prompt, all in one shape; None if no prompt of the run has any.
+
+        They are in the memory of the host, because those of all prompts need not fit a device.
+        """
         if self.sizes is None:
             return None
         pairs = zip(prompts, dialogues, strict=True)
-        return [images(self.target, [ids], [dialogue.tiles], **self.sizes) for ids, dialogue in pairs]
+        of_prompt = lambda ids, tiles: images(self.target, [ids], [tiles], **self.sizes or {})
+        return [jax.tree.map(np.asarray, of_prompt(ids, dialogue.tiles)) for ids, dialogue in pairs]
 
     def _next_prompt(self, dialogue: _Dialogue) -> list[int] | None:
         """Return the next prompt of a conversation; None if the template refuses it, or if it leaves no room."""

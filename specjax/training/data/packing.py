@@ -62,12 +62,13 @@ def pack(texts: Iterable[TrainingText], rows: int, length: int, one_per_row: boo
     Texts longer than a row are cut. The last batch may have empty rows. No text is split over two rows.
 
     Args: one_per_row: put only one text into each row. Texts with inputs have a row of their own anyway.
+
+    Raises: UsageError for a batch in which some texts have inputs and others have none, or inputs of another shape.
     """
     batches, open_rows = [], [_PackedRow(length) for _ in range(rows)]
     for text in texts:
         text = text.cut(length)
-        is_alone = one_per_row or text.inputs is not None
-        row = next((row for row in open_rows if row.fits(text, is_alone)), None)
+        row = next((row for row in open_rows if row.fits(text, one_per_row)), None)
         if row is None:
             batches.append(_stack_rows(open_rows))
             open_rows = [_PackedRow(length) for _ in range(rows)]
@@ -99,7 +100,8 @@ class _PackedRow:
         self.used = 0
 
     def fits(self, text: TrainingText, one_per_row: bool) -> bool:
-        return not self.used if one_per_row else self.used + len(text.tokens) <= len(self.tokens)
+        is_alone = one_per_row or text.inputs is not None or self.inputs is not None
+        return not self.used if is_alone else self.used + len(text.tokens) <= len(self.tokens)
 
     def add(self, text: TrainingText) -> None:
         columns = slice(self.used, self.used + len(text.tokens))
@@ -113,11 +115,16 @@ class _PackedRow:
 
 def _stack_rows(rows: Sequence[_PackedRow]) -> PackedBatch:
     stack = lambda name: jnp.asarray(np.stack([getattr(row, name) for row in rows]))
-    inputs = _stack_inputs([row.inputs for row in rows])
+    of_texts = [row.inputs for row in rows if row.used]
+    if any(inputs is None for inputs in of_texts) and any(inputs is not None for inputs in of_texts):
+        raise UsageError(
+            "some training texts have inputs and others have none; give all of them inputs, also those without images"
+        )
+    inputs = stack_inputs([row.inputs for row in rows])
     return PackedBatch(stack("tokens"), stack("text_start"), stack("loss_mask"), inputs)
 
 
-def _stack_inputs(by_row: Sequence[PyTree]) -> PyTree:
+def stack_inputs(by_row: Sequence[PyTree]) -> PyTree:
     """Return the inputs of a batch; None if no row has any. Empty rows get those of another row, which nobody reads.
 
     Raises: UsageError if the inputs of rows differ in shape.
@@ -125,11 +132,15 @@ def _stack_inputs(by_row: Sequence[PyTree]) -> PyTree:
     of_rows = [inputs for inputs in by_row if inputs is not None]
     if not of_rows:
         return None
-    shapes = {str(jax.tree.map(jnp.shape, inputs)) for inputs in of_rows}
-    if len(shapes) > 1:
-        raise UsageError("the inputs of training texts differ in shape; make them with equal num_tiles and num_patches")
+    check_shapes(of_rows)
     rows = [of_rows[0] if inputs is None else inputs for inputs in by_row]
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *rows)
+    return jax.tree.map(lambda *parts: jnp.asarray(np.concatenate(parts)), *rows)
+
+
+def check_shapes(inputs: Sequence[PyTree]) -> None:
+    """Check that the inputs of texts can share a batch. Raises: UsageError for different shapes."""
+    if len({str(jax.tree.map(jnp.shape, of_text)) for of_text in inputs}) > 1:
+        raise UsageError("the inputs of training texts differ in shape; make them with equal num_tiles and num_patches")
 
 
 def find_round_starts(packed: PackedBatch) -> np.ndarray:

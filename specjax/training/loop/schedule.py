@@ -11,12 +11,14 @@ from specjax.errors import UsageError
 from specjax.training.data.packing import (
     PackedBatch,
     TrainingText,
+    check_shapes,
     choose_round_starts,
     find_round_starts,
     number_tokens,
     pack,
+    stack_inputs,
 )
-from specjax.types import Array
+from specjax.types import Array, PyTree
 
 
 class ScheduledBatch(NamedTuple):
@@ -31,9 +33,10 @@ class ScheduledBatch(NamedTuple):
 class TrainingSchedule(NamedTuple):
     """All batches of a run."""
 
-    epochs: list[list[PackedBatch]]  # batches by epoch
+    epochs: list[list[PackedBatch]]  # batches by epoch; their inputs int32[B] are indices into `inputs`
     starts_per_row: int  # R
     token_numbers: list[list[PackedBatch]]  # the same batches, packed from `number_tokens`
+    inputs: Sequence[PyTree] = ()  # of each text
 
     @property
     def steps(self) -> int:
@@ -48,8 +51,14 @@ class TrainingSchedule(NamedTuple):
                 if index >= step:
                     rng = np.random.default_rng([seed, epoch, i])
                     positions = choose_round_starts(packed, self.starts_per_row, rng)
-                    yield ScheduledBatch(epoch, packed, positions, number.tokens)
+                    yield ScheduledBatch(epoch, self._with_inputs(packed), positions, number.tokens)
                 index += 1
+
+    def _with_inputs(self, packed: PackedBatch) -> PackedBatch:
+        """Return a batch with the inputs of its texts in place of their indices."""
+        if packed.inputs is None:
+            return packed
+        return packed._replace(inputs=stack_inputs([self.inputs[i] for i in np.asarray(packed.inputs)]))
 
 
 class ScheduleOptions(NamedTuple):
@@ -69,18 +78,24 @@ class ScheduleOptions(NamedTuple):
 def make_schedule(texts: Sequence[TrainingText], options: ScheduleOptions) -> TrainingSchedule:
     """Pack all texts once per epoch, in a new random order each time.
 
-    Raises: UsageError if no text has a response within the row length.
+    Raises: UsageError if no text has a response within the row length, or if the inputs of texts differ in shape.
     """
     batches: list[list[PackedBatch]] = []
     token_numbers: list[list[PackedBatch]] = []
-    numbered = number_tokens(texts)
+    # A batch holds the indices of its inputs, because every epoch would hold a copy of all images.
+    inputs = [text.inputs for text in texts]
+    check_shapes([of_text for of_text in inputs if of_text is not None])
+    indexed = [
+        text if text.inputs is None else text._replace(inputs=np.array([i], np.int32)) for i, text in enumerate(texts)
+    ]
+    numbered = number_tokens(indexed)
     for epoch in range(options.epochs):
         rng = np.random.default_rng([options.seed, epoch])
         order = rng.permutation(len(texts))
         if options.rising is not None:
             has_image = np.array([options.rising in text.tokens for text in texts], bool)
             order = draw_rising(rng, order, has_image, epoch / options.epochs, (epoch + 1) / options.epochs)
-        for source, packed in ((texts, batches), (numbered, token_numbers)):
+        for source, packed in ((indexed, batches), (numbered, token_numbers)):
             shuffled = [source[i] for i in order]
             packed.append(pack(shuffled, options.rows, options.length, one_per_row=not options.packs))
     counts = (find_round_starts(packed).sum(1).max() for epoch in batches for packed in epoch)
@@ -93,7 +108,7 @@ def make_schedule(texts: Sequence[TrainingText], options: ScheduleOptions) -> Tr
         starts = options.length
     if options.starts_per_row is not None:
         starts = min(options.starts_per_row, starts)
-    return TrainingSchedule(batches, -(-starts // options.multiple) * options.multiple, token_numbers)
+    return TrainingSchedule(batches, -(-starts // options.multiple) * options.multiple, token_numbers, inputs)
 
 
 def image_share(progress: float) -> float:

@@ -218,7 +218,7 @@ def resample_responses(
     result = gather(
         decode(
             student, autoregressive(), (tokens, prompt), key=key, max_new_tokens=limit, temperature=temperature,
-            eos=list(eos),
+            eos=list(eos), inputs=student.model.select_inputs(packed.inputs),
         )
     )  # fmt: skip
     column = np.arange(size)
@@ -232,4 +232,4 @@ def resample_responses(
         np.where(has_response[:, None], new, old).astype(old.dtype)
         for new, old in zip(replaced, (tokens, text_start, loss_mask), strict=True)
     )
-    return PackedBatch(*map(jnp.asarray, arrays))
+    return PackedBatch(*map(jnp.asarray, arrays))._replace(inputs=packed.inputs)

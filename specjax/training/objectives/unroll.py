@@ -77,8 +77,8 @@ def forward_packed(
 
 
 def empty_cache(model: Model, params: PyTree, packed: PackedBatch) -> PyTree:
-    """Return a cache without room for tokens, with the inputs of the texts."""
-    return model.init_cache(params, packed.inputs, len(packed.tokens), 0)
+    """Return a cache without room for tokens, with the inputs of the texts if the model reads any."""
+    return model.init_cache(params, model.select_inputs(packed.inputs), len(packed.tokens), 0)
 
 
 def run_target(target: Target, head: Head, packed: PackedBatch, positions: Array | None = None) -> TargetActivations:

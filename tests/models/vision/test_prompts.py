@@ -10,6 +10,7 @@ import specjax
 from specjax import UsageError
 from specjax.cli import main
 from specjax.models import images, load_image_processor
+from specjax.models.loading import load_tokenizer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -135,3 +136,25 @@ def test_folders_without_an_image_processor(folder, loaded, tmp_path):
     ids, tiles = load_image_processor(tmp_path, target, tokenizer).chat("w5", [folder / "wide.png"])
     with pytest.raises(UsageError, match=r"have the shape \[1, 3, 20, 20\], which must be \[tiles, 3, 24, 24\]"):
         images(target, [ids], [tiles])
+
+
+SMOL = (
+    "{% for m in messages %}{{ m['role'] }}:{% for part in m['content'] %}{% if part['type'] == 'text' %}"
+    " {{ part['text'] }}{% elif part['type'] == 'image' %}<image>{% endif %}{% endfor %}<end_of_utterance>{% endfor %}"
+)
+
+
+def test_a_template_that_reads_parts_alone_keeps_strings(tmp_path):
+    """SmolVLM's and LLaVA's templates loop over the parts of a message, and would drop the letters of a string."""
+    write_tokenizer(tmp_path, SMOL)
+    tokenizer = load_tokenizer(str(tmp_path))
+    turns = [("system", "w9"), ("user", "w3 w4"), ("assistant", "w5"), ("user", "w6")]
+    strings = [{"role": role, "content": text} for role, text in turns]
+    parts = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
+    assert tokenizer.chat(strings) == tokenizer.chat(parts)
+    assert {3, 4, 5, 6, 9} <= {*tokenizer.chat(strings)}
+    assert tokenizer.chat("w3") == tokenizer.chat([{"role": "user", "content": [{"type": "text", "text": "w3"}]}])
+    mixed = [strings[0], {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "w3"}]}]
+    assert {3, 9, IMAGE} <= {*tokenizer.chat(mixed)}
+    spelled = tokenizer.chat([{"role": "user", "content": "w3 <image> w4"}])
+    assert IMAGE not in spelled and {3, 4} <= {*spelled}

@@ -78,3 +78,14 @@ def test_flags_of_eagle3(tmp_path):
     assert fixed.flags["norm_output"] and fixed.assumed == ()
     variant = change_config(loaded.head, {"norm_output": True}, "")
     assert variant.head.head is fixed.head.head and variant.setting == "norm_output=yes"
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), [("msd", "rows", "dropped"), ("specvlm", "expert", "pool")])
+def test_rows_of_images_by_both_names(tmp_path, kind, name, value):
+    """A head that reads images has the setting by its own name, and by the name of config.json."""
+    save_head(tmp_path, tiny_head(kind, target()), target=target())
+    for spelling in (name, "image_rows"):
+        loaded = read_head(tmp_path, target(), settings={spelling: value})
+        assert getattr(loaded.head.head.config, name) == loaded.flags[name] == value
+    with pytest.raises(UsageError, match=f"setting {name} of the head must be"):
+        read_head(tmp_path, target(), settings={name: "other"})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specjax.server.fair_queue import FairQueue
+from specjax.serving.fair_queue import FairQueue
 
 
 def test_clients_take_turns_by_their_tokens():
