@@ -49,11 +49,11 @@ def to_images(tokens: np.ndarray) -> np.ndarray:
 def schedule() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return, by step from 0 to STEPS, the shares of the data that remain, the factors of x_0 and x_t, and the stds."""
     remain = np.cos(np.arange(STEPS + 1) / STEPS * np.pi / 2 * 0.98) ** 2
-    before = np.concatenate([[1.0], remain[:-1]])
-    alpha = remain / before
-    of_data = np.sqrt(before) * (1 - alpha) / np.maximum(1 - remain, 1e-9)
-    of_state = np.sqrt(alpha) * (1 - before) / np.maximum(1 - remain, 1e-9)
-    std = np.sqrt((1 - before) / np.maximum(1 - remain, 1e-9) * (1 - alpha))
+    earlier = np.concatenate([[1.0], remain[:-1]])
+    alpha = remain / earlier
+    of_data = np.sqrt(earlier) * (1 - alpha) / np.maximum(1 - remain, 1e-9)
+    of_state = np.sqrt(alpha) * (1 - earlier) / np.maximum(1 - remain, 1e-9)
+    std = np.sqrt((1 - earlier) / np.maximum(1 - remain, 1e-9) * (1 - alpha))
     std[1] = LAST_STD
     return tuple(x.astype(np.float32) for x in (remain, of_data, of_state, std))
 

@@ -33,7 +33,7 @@ from specjax.trees.contracts import Frontier
 from specjax.trees.growing import GrownTree, LogitsFn
 from specjax.types import Array, Context, Drafter, Hooks, Output, PyTree, TokenTree, Traits, TreeSize, Verdict
 
-PATH_FREE = ("dflash", "jetspec", "medusa", "p_eagle")
+PATH_FREE = ("dflash", "flash", "jetspec", "medusa", "p_eagle")
 """Kinds of heads whose slots do not see each other's tokens."""
 
 

@@ -108,6 +108,11 @@ def build_head_objective(head: Head) -> TrainingObjective:
         recipe: Recipe, params: PyTree, target: Target, batch: StepBatch, chunk: int | None, means: Array | None
     ) -> Any:
         packed, activations = batch.packed, batch.activations
+        if recipe.anchors and packed.inputs is not None:
+            raise UsageError(
+                f"the recipe of {head.kind} shifts positions (anchors=True), by which images are found; set it to "
+                "False, or train on texts"
+            )
         token_positions = draw_positions(packed, batch.keys, target.model.max_positions) if recipe.anchors else None
         activations = run_target(target, head, packed, token_positions) if activations is None else activations
         if recipe.noise:

@@ -21,10 +21,10 @@ from specjax.models.heads import image_rows
 from specjax.models.heads.contract import DraftedNodes, FeaturePairs
 from specjax.models.heads.eagle import EagleConfig, eagle_head
 from specjax.models.heads.flash import Flash, flash_head
-from specjax.models.heads.image_rows import ImageBlocks
+from specjax.models.heads.image_rows import ImageBlocks, ImageSizes
 from specjax.models.heads.specvlm import EXPERTS, Compressor, SpecVlm, SpecVlmConfig
 from specjax.models.vision.grids import UNUSED
-from specjax.models.vision.memory import ImageMemory, PromptImages, images
+from specjax.models.vision.memory import ImageMemory, ImagePositions, PromptImages, images
 from specjax.types import Context, Target
 
 
@@ -235,6 +235,25 @@ def test_queries_of_flash_select_rows():
     is_kept = np.asarray(rows.is_kept[0])
     assert np.flatnonzero(is_kept).tolist() == [0, 3, 5, 7]  # the first vector of each of four regions
     np.testing.assert_allclose(np.asarray(rows.rows[0])[is_kept], np.asarray(vectors[0, 0])[choice], atol=1e-5)
+
+
+def test_blocks_of_images_of_any_size():
+    """Images of 3 and 2 vectors in a prompt, padded to 4 each, and text between them."""
+    places = jnp.array([[2, 3, 4, UNUSED, 7, 8, UNUSED, UNUSED]])
+    axes = ImagePositions(jnp.zeros((1, 8, 3), jnp.int32), jnp.array([[5, 9]]), jnp.zeros((1, 2), jnp.int32))
+    memory = ImageMemory(jax.random.normal(jax.random.key(0), (1, 8, 32)), places, axes)
+    blocks = image_rows.split_blocks(memory, ImageSizes(IMAGE))
+    assert np.asarray(blocks.is_valid[0]).sum(1).tolist() == [3, 2]
+    target = vision_target()
+    features, tokens = pairs_of(length=12)
+    tokens = np.where(np.isin(np.arange(1, 13), np.asarray(places)), IMAGE, 9)[None].astype(np.int32)
+    for kind, rows in (("flash", 4), ("specvlm", 4), ("msd", 5)):
+        changes = {"images": ImageSizes(IMAGE), "queries": 2} | ({"expert": "pool"} if kind == "specvlm" else {})
+        head = head_of(kind, target, **({} if kind == "msd" else changes))
+        at_once, context = read(head, target, features, tokens, memory)
+        parts, _ = read(head, target, features, tokens, memory, cuts=(3, 6))
+        assert int(at_once.skipped[0]) == int(parts.skipped[0]) == 5 - rows
+        assert_close(drafted(head, at_once, context, ()), drafted(head, parts, context, ()))
 
 
 def test_regions_of_images_of_any_size():
