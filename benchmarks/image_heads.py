@@ -3,9 +3,9 @@
     python benchmarks/tiny_scenes.py prompts FOLDER --count 600 --seed 1
     python benchmarks/image_heads.py FOLDER/prompts.jsonl --out docs/image_heads
 
-Every head is trained on the same responses of the target, with the same number of steps and its own recipe, except that
-texts with images are drawn alike. The others than `msd` have no such schedule. Prompts that no head was trained on are
-then decoded, and all texts must equal those of plain decoding. It prints the results, and writes OUT.json and OUT.png.
+Every head is trained on the same responses of the target, with the same number of steps. The recipe is that of its kind
+without MSD's schedule, with one learning rate for all. Prompts that no head was trained on are then decoded, and all
+texts must equal those of plain decoding. It prints the results, and writes OUT.json and OUT.png.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 
 import specjax
 from specjax.models import images, load_image_processor
+from specjax.models.heads.specvlm import EXPERTS
 from specjax.training import TrainingSettings, recipe_of, train_drafter
 from specjax.training.data.conversation_files import read_text_file
 from specjax.training.data.conversations import pictures_of
@@ -29,7 +30,7 @@ HEADS = {
     "msd, dropped": ("msd", {"rows": "dropped"}),
     "flash": ("flash", {"block_size": 3}),
     "specvlm, chosen": ("specvlm", {}),
-    **{f"specvlm, {expert}": ("specvlm", {"expert": expert}) for expert in ("prune", "pool", "conv", "resampler")},
+    **{f"specvlm, {expert}": ("specvlm", {"expert": expert}) for expert in EXPERTS},
 }
 """The kind of each head, and the changes of its config."""
 
