@@ -31,6 +31,7 @@ from specjax.training.objectives.unroll import Rounds, TargetActivations, run_ta
 from specjax.types import Array, Model, PyTree, Target
 
 NOISE_LENGTH = 512  # length of a text at which the noise on features has the size in the recipe
+COMPRESSOR = 2  # folded into the keys of what a head draws from images
 ROUNDS_TOGETHER = 128  # rounds of a row whose logits are computed together in a measurement
 
 Trainable = DraftHead | Target | stopping.StoppingTrainable | Denoiser
@@ -118,7 +119,8 @@ def build_head_objective(head: Head) -> TrainingObjective:
         if recipe.noise:
             activations = _add_noise(activations, packed, recipe.noise, batch.keys)
         params, ids = use_draft_ids(params)
-        keys = batch.keys if head.reads_images else None
+        # The noise on features draws from the keys themselves.
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, COMPRESSOR))(batch.keys) if head.reads_images else None
         rounds = Rounds(packed, activations, batch.positions, ids, token_positions, keys=keys)
         if recipe.draws_depth:
             rounds = rounds._replace(skipped=draw_depths(batch.positions, batch.keys, head_depths(recipe, head)))
