@@ -20,7 +20,7 @@ def test_every_text_stands_once_in_a_row(sizes, rows, length):
     batches = pack(texts, rows, length)
     rows_of_text = []
     for packed in batches:
-        tokens, first, counts = map(np.asarray, packed)
+        tokens, first, counts = map(np.asarray, packed[:3])
         assert tokens.shape == (rows, length)
         for row in range(rows):
             for begin in np.unique(first[row]):

@@ -76,7 +76,7 @@ def test_the_children_of_a_node_are_capped_where_the_drafter_is_sure():
 
 
 def test_a_head_whose_slots_see_tokens_refuses_it():
-    with pytest.raises(UsageError, match="ddtree and drawn trees need one of dflash, jetspec, medusa, p_eagle"):
+    with pytest.raises(UsageError, match="ddtree and drawn trees need one of dflash, flash, jetspec, medusa, p_eagle"):
         make_drafter("eagle3", tiny_llama(), tiny_head("eagle3", tiny_llama()), tree=trees.parse("ddtree:8"))
 
 
