@@ -96,10 +96,7 @@ def flash_head(config: FlashConfig) -> Head:
     """Return the functions of a FLASH head. Raises: UsageError for several layers, or more rows than vectors."""
     if config.layer.num_layers != 1:
         raise UsageError(f"a FLASH head has one decoder layer, not {config.layer.num_layers}")
-    if 0 < config.images.vectors < config.queries:
-        raise UsageError(
-            f"queries={config.queries} is more than the {config.images.vectors} vectors of an image; lower it"
-        )
+    config.images.check_rows(config.queries)
     module_of, layer, k = bind(Flash, config), config.layer, config.block_size
 
     def init_memory(params, context: Context, batch: int, capacity: int) -> HeadMemory:
@@ -138,9 +135,8 @@ def of_target(
     Images of fewer than 128 vectors get half as many rows as vectors.
     """
     images = ImageSizes.of_target(target)
-    fewer = max(images.vectors // 2, 1) if images.vectors else 64
     layer = target.draft_head_config(mlp_width=mlp_width or 4 * target.width)
-    return FlashConfig(layer, block_size, queries or min(64, fewer), images=images, **changes)
+    return FlashConfig(layer, block_size, queries or images.default_rows(2), images=images, **changes)
 
 
 KIND = HeadKind(METHOD, Flash, flash_head, of_target, ("block_size", "queries", "mlp_width"), flags=("bias",))

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.arrays.indexing import take_along
+from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.heads import memory
@@ -86,6 +87,15 @@ class ImageSizes(NamedTuple):
         if not isinstance(target, VisionLanguageConfig):
             return cls()
         return cls(target.image_token, 0 if target.tower.merge else target.vectors_per_tile)
+
+    def default_rows(self, per_row: int) -> int:
+        """Return the rows of a compressor: 64, or fewer if each row then stands for less than `per_row` vectors."""
+        return min(64, max(self.vectors // per_row, 1)) if self.vectors else 64
+
+    def check_rows(self, queries: int) -> None:
+        """Check the number of rows of a compressor. Raises: UsageError for more rows than vectors."""
+        if 0 < self.vectors < queries:
+            raise UsageError(f"queries={queries} is more than the {self.vectors} vectors of an image; lower it")
 
 
 NO_IMAGES = ImageSizes()

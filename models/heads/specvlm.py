@@ -24,7 +24,6 @@ from flax import nnx
 
 from specjax.arrays.indexing import take_along
 from specjax.catalog import Method, shared
-from specjax.errors import UsageError
 from specjax.models import layers as L
 from specjax.models.heads import image_rows
 from specjax.models.heads.autoregressive import autoregressive
@@ -164,10 +163,7 @@ def _mean(x: Array, is_counted: Array) -> Array:
 
 def specvlm_head(config: SpecVlmConfig) -> Head:
     """Return the functions of a SpecVLM head. Raises: UsageError for more rows than vectors."""
-    if 0 < config.images.vectors < config.queries:
-        raise UsageError(
-            f"queries={config.queries} is more than the {config.images.vectors} vectors of an image; lower it"
-        )
+    config.images.check_rows(config.queries)
     return autoregressive("specvlm", SpecVlm, config, reads_images=True)
 
 
@@ -176,10 +172,9 @@ def of_target(
 ) -> SpecVlmConfig:
     """Return shapes for a target: one layer like the target's, and at most a quarter as many rows as vectors."""
     images = ImageSizes.of_target(target)
-    fewer = max(images.vectors // 4, 1) if images.vectors else 64
     layer = target.draft_head_config(num_layers, mlp_width=mlp_width or target.mlp_width)
     return SpecVlmConfig(
-        layer, vocab_size=target.vocab_size, queries=queries or min(64, fewer), images=images, **changes
+        layer, vocab_size=target.vocab_size, queries=queries or images.default_rows(4), images=images, **changes
     )  # fmt: skip
 
 
