@@ -29,7 +29,7 @@ linked:
 	@ln -s $(CURDIR)/specjax/* $(CURDIR)/models $(CURDIR)/configs $(CURDIR)/pallas_kernels build/linked/specjax/
 
 types: $(VENV)/.dev linked
-	cd build/linked && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p specjax
+	cd build/linked && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/build/mypy -p specjax
 
 # The site of docs/, into build/site; a link that leads nowhere fails. The reference reads the packages as they are linked.
 SITE := PYTHONPATH=build/linked DISABLE_MKDOCS_2_WARNING=true NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs

@@ -59,7 +59,7 @@ class HeadRefresher:
         self.calls, self.seconds, self.loss = 0, 0.0, float("nan")  # the loss of the last update
         self._texts: deque[TrainingText] = deque(maxlen=rows)
 
-    def add(self, prompts: Sequence[Sequence[int]], samples: Sequence[Sequence[int]]) -> bool:
+    def add(self, prompts: Sequence[Sequence[int]], samples: Sequence[Sequence[int] | np.ndarray]) -> bool:
         """Store the samples of a call, and return True if an update is due. Equal texts are stored once.
 
         Raises: UsageError for samples that are not equally many for each prompt.
