@@ -53,7 +53,7 @@ def snippets(page: pathlib.Path) -> str:
 
 
 def test_examples_have_the_types_of_the_package(linked, tmp_path):
-    """The examples of all pages pass one run of mypy. It reads the package from the cache of `make types`: 149 s without."""
+    """The examples of all pages pass one run of mypy, with the cache of `make types`: 5 s, and 149 s without."""
     for page in PAGES:
         if text := snippets(page):
             source = f"# mypy: allow-redefinition\n{text}"
