@@ -37,7 +37,7 @@ from specjax.models.vision import model as vision_model
 from specjax.models.vision.config import VisionLanguageConfig
 from specjax.numerics.global_arrays import with_auto_axes
 from specjax.numerics.same_bits import check_same_bits
-from specjax.types import Capabilities, Model, PyTree
+from specjax.types import Array, Capabilities, Model, PyTree
 
 CONFIGS = (
     LlamaConfig, Gemma3Config, HybridConfig, T5Config, BartConfig, WhisperConfig, VisionLanguageConfig, LlamaGenConfig
@@ -136,11 +136,12 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
       for `same_bits` where it was not shown to hold.
     """
     gear_form(config, mesh)
+    if isinstance(config, Seq2SeqConfig) and mesh is not None:
+        raise UsageError(f"the encoder-decoder {config.name} does not support a mesh yet; leave it out")
     kinds: dict[type, str] = {Seq2SeqConfig: "encoder-decoder", VisionLanguageConfig: "model with images"}
     kind = next((kind for form, kind in kinds.items() if isinstance(config, form)), None)
-    if kind is not None and (mesh is not None or config.same_bits):
-        option = "same_bits" if mesh is None else "a mesh"
-        raise UsageError(f"the {kind} {config.name} does not support {option} yet; leave it out")
+    if kind is not None and config.same_bits:
+        raise UsageError(f"the {kind} {config.name} does not support same_bits yet; leave it out")
     if config.same_bits:
         check_same_bits(config.dtype, config.cache_dtype, mesh, over)
         check_exact_products(config)
@@ -167,7 +168,7 @@ def _make_model(config: Config, mesh: Mesh | None, over: tuple[str, ...] | None)
     elif isinstance(config, Seq2SeqConfig):
         cache_and_pass = _seq2seq_fields(config, module_of)
     elif isinstance(config, VisionLanguageConfig):
-        cache_and_pass = _vision_fields(config, module_of)
+        cache_and_pass = _vision_fields(config, layout, module_of)
     else:
         cache_and_pass = _attention_fields(config, layout, module_of)
     return Model(
@@ -319,19 +320,32 @@ def _seq2seq_fields(config: Seq2SeqConfig, module_of: Callable[[PyTree], Any]) -
     }
 
 
-def _vision_fields(config: VisionLanguageConfig, module_of: Callable[[PyTree], Any]) -> dict[str, Any]:
+def _vision_fields(
+    config: VisionLanguageConfig, layout: Layout | None, module_of: Callable[[PyTree], Any]
+) -> dict[str, Any]:
     """Return the fields of a `Model` that reads images. Its `inputs` are `Images`, or None for prompts without any."""
-    text = _attention_fields(config, None, module_of)
+    text = _attention_fields(config, layout, module_of)
 
     def init_cache(params, inputs, batch: int, capacity: int) -> kv.ConditionedCache:
         vision_memory.check_fit(config, inputs)
-        memory = None if inputs is None else module_of(params).encode(inputs)
+        memory = None if inputs is None else module_of(params).encode(inputs, layout)
         return kv.ConditionedCache(text["init_cache"](params, None, batch, capacity), memory)
+
+    def commit(cache: kv.ConditionedCache, pending: kv.Pending, path: Array, num_nodes: Array) -> kv.ConditionedCache:
+        return cache._replace(text=text["commit"](cache.text, pending, path, num_nodes))
+
+    def shardings(arrays: kv.ConditionedCache | kv.Pending) -> PyTree:
+        assert layout is not None
+        if not isinstance(arrays, kv.ConditionedCache):
+            return layout.cache(arrays)
+        return kv.ConditionedCache(layout.cache(arrays.text), jax.tree.map(layout.rows, arrays.memory))
 
     return text | {
         "init_cache": init_cache,
         "pass_params": vision_model.pass_params,
         **conditioned_cache_functions(),
+        "commit": commit,
+        "shardings": None if layout is None else shardings,
         "images": lambda cache: cache.memory,
         "queries": None,
         "capabilities": text["capabilities"]._replace(inputs=True, needs_inputs=False, placeholder=config.image_token),

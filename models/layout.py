@@ -68,6 +68,9 @@ PARAMETER_DIMENSIONS: Mapping[tuple[str, str] | None, tuple[str | None, ...]] = 
 )
 
 
+REPLICATED = "tower", "connector"
+"""Parts of a model whose parameters each device has in full, because they read one image per device at a time."""
+
 AXES = ("data", "layer", "sequence", "expert", "model")
 """Axes of a mesh. A mesh may lack some; they then count as 1."""
 
@@ -80,6 +83,7 @@ SPLIT_AXES = MappingProxyType(
         "experts": ("expert",),
         "expert_mlp": ("layer", "sequence", "model"),
         "slots": ("sequence",),
+        "tiles": ("layer", "sequence", "expert", "model"),
     }
 )
 """The mesh axes that split each kind of dimension of a model's arrays."""
@@ -131,9 +135,8 @@ class Layout:
 
         def shard_leaf(path, leaf):
             names = [str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey)]
-            return self.sharding(
-                leaf.shape, *PARAMETER_DIMENSIONS.get((names[-2], names[-1]) if len(names) > 1 else None, ())
-            )
+            last = (names[-2], names[-1]) if len(names) > 1 and names[0] not in REPLICATED else None
+            return self.sharding(leaf.shape, *PARAMETER_DIMENSIONS.get(last, ()))
 
         return jax.tree_util.tree_map_with_path(shard_leaf, params)
 
@@ -148,6 +151,18 @@ class Layout:
     def place_logits(self, logits: Array) -> Array:
         """Constrain logits [B, ..., V], or [V], to the devices of their rows and of the head."""
         return self.place(logits, *("data", *[None] * (logits.ndim - 2), "vocab")[-logits.ndim :])
+
+    def map_tiles(self, read: Callable[..., Array], params: PyTree, *images: Array) -> Array:
+        """Return `read(params, *images)` [B, N, ...] of images [B, N, ...], with a part of the images on each device.
+
+        Images that the mesh does not divide are read by all of its devices. Then each device has those of its rows.
+        """
+        shardings = tuple(self.sharding(x.shape, "data", "tiles", *[None] * (x.ndim - 2)) for x in images)
+        specs = tuple(sharding.spec for sharding in shardings)
+        over = PartitionSpec(*specs[0][:2])
+        split = jax.shard_map(read, mesh=self.mesh, in_specs=(PartitionSpec(), *specs), out_specs=over, check_vma=False)
+        result = split(params, *images)
+        return self.place(result, "data", *[None] * (result.ndim - 1))
 
     def rows(self, x: Array) -> NamedSharding:
         """Return the sharding of an array [B, ...]."""
@@ -350,10 +365,10 @@ def repeat_kv_heads(params: PyTree, config: Any, copies: int) -> PyTree:
         return params
 
     def repeat_leaf(path, leaf):
-        names = [str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey)][-2:]
-        if not has_kv_head_rows(config, names[0]):
+        names = [str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey)]
+        if names[0] in REPLICATED or not has_kv_head_rows(config, names[-2]):
             return leaf
-        is_matrix = names[0] != "k_norm" and names[1] == "weight"
+        is_matrix = names[-2] != "k_norm" and names[-1] == "weight"
         axis = leaf.ndim - (2 if is_matrix else 1)  # [.., K * h, D] and [.., K * h]
         heads = leaf.reshape(*leaf.shape[:axis], -1, config.head_dim, *leaf.shape[axis + 1 :])
         return jnp.repeat(heads, copies, axis).reshape(*leaf.shape[:axis], -1, *leaf.shape[axis + 1 :])

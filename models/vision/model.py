@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.decoder import Decoder
+from specjax.models.layout import REPLICATED, Layout
 from specjax.models.vision.config import VisionLanguageConfig
 from specjax.models.vision.connectors import make_connector
 from specjax.models.vision.grid_tower import GridTower
@@ -18,9 +20,6 @@ from specjax.models.vision.grids import GridImages
 from specjax.models.vision.memory import ImageMemory, ImagePositions, Images
 from specjax.models.vision.tower import ImageTower
 from specjax.types import Appended, Array, Mixture, Output, PyTree, Stream
-
-PARTS = "tower", "connector"
-"""The parameters that only the images of a prompt need."""
 
 
 class ImageDecoder(Decoder):
@@ -34,8 +33,11 @@ class ImageDecoder(Decoder):
         self.tower = tower(config.tower, dtype=config.dtype, rngs=rngs)
         self.connector = make_connector(config, rngs)
 
-    def encode(self, images: Images | GridImages) -> ImageMemory:
-        """Run the tower and the connector, one tile after another. Tiles without an image take no time."""
+    def encode(self, images: Images | GridImages, layout: Layout | None = None) -> ImageMemory:
+        """Run the tower and the connector, one tile after another. Tiles without an image take no time.
+
+        On a mesh each device reads a part of the tiles.
+        """
         (graphdef, state), width = nnx.split((self.tower, self.connector)), self.config.width
         dtype = jnp.dtype(self.config.dtype)
         if isinstance(images, GridImages):
@@ -43,19 +45,24 @@ class ImageDecoder(Decoder):
             axes = ImagePositions(images.rotary, images.ends, images.shifts)
         else:
             values, extent, axes = images.pixels, images.patches, None
-        rows, tiles = extent.shape[:2]
-        count = images.places.shape[1] // tiles
+        count = images.places.shape[1] // extent.shape[1]
 
-        def read_tile(tile: tuple[Array, Array]) -> Array:
-            tower, connector = nnx.merge(graphdef, state)
-            return connector(tower(*tile)).astype(dtype)
+        def read_tiles(state: PyTree, values: Array, extent: Array) -> Array:
+            def read_tile(tile: tuple[Array, Array]) -> Array:
+                tower, connector = nnx.merge(graphdef, state)
+                return connector(tower(*tile)).astype(dtype)
 
-        def read_any(tile: tuple[Array, Array]) -> Array:
-            blank = lambda tile: jnp.zeros((count, width), dtype)
-            return jax.lax.cond(jnp.any(tile[1]), read_tile, blank, tile)
+            def read_any(tile: tuple[Array, Array]) -> Array:
+                blank = lambda tile: jnp.zeros((count, width), dtype)
+                return jax.lax.cond(jnp.any(tile[1]), read_tile, blank, tile)
 
-        flat = tuple(x.reshape(rows * tiles, *x.shape[2:]) for x in (values, extent))
-        return ImageMemory(jax.lax.map(read_any, flat).reshape(rows, tiles * count, width), images.places, axes)
+            rows, tiles = extent.shape[:2]
+            flat = tuple(x.reshape(rows * tiles, *x.shape[2:]) for x in (values, extent))
+            return jax.lax.map(read_any, flat).reshape(rows, tiles, count, width)
+
+        read = read_tiles if layout is None else functools.partial(layout.map_tiles, read_tiles)
+        vectors = read(state, values, extent)
+        return ImageMemory(vectors.reshape(*images.places.shape, width), images.places, axes)
 
     def __call__(
         self, tokens: Array | Mixture | Stream | Appended, cache: Any, *, positions: Array, mask: Array, **options: Any
@@ -67,7 +74,8 @@ class ImageDecoder(Decoder):
           options: those of `Decoder`.
         """
         if cache.memory is not None and not isinstance(tokens, Stream):
-            x = L.embed_inputs(self.embed_tokens, tokens)
+            embed = functools.partial(self.embed_tokens, layout=options.get("layout"))
+            x = L.embed_inputs(embed, tokens)
             tokens = Stream(cache.memory.put(x, positions))
         if cache.memory is not None and self.config.sections:
             rotary = cache.memory.rotary(positions, self.config.sections)
@@ -77,4 +85,4 @@ class ImageDecoder(Decoder):
 
 def pass_params(params: PyTree) -> PyTree:
     """Return the parameters that a pass over tokens reads. The images were read before."""
-    return {name: part for name, part in params.items() if name not in PARTS}
+    return {name: part for name, part in params.items() if name not in REPLICATED}

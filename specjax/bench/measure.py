@@ -50,9 +50,10 @@ class DecodeTask(NamedTuple):
         """Lay out other prompts of the same shape."""
         mesh = self.target.model.mesh
         arrays, keys = (prompts, keys) if mesh is None else parallel.spread_rows(mesh, *prompts, keys)
+        inputs = self.inputs if mesh is None else parallel.spread_inputs(mesh, self.inputs)
         return job_of(
             self.target, self.drafter, arrays, self.settings, key=keys, max_new_tokens=self.max_new_tokens,
-            inputs=self.inputs,
+            inputs=inputs,
         )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from specjax.parallel.sharding import (
     mesh,
     shard,
     shard_head,
+    spread_inputs,
     spread_rows,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "place",
     "shard",
     "shard_head",
+    "spread_inputs",
     "spread_rows",
 ]

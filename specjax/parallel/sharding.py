@@ -158,8 +158,23 @@ def spread_rows(mesh: Mesh, tokens, lengths, keys) -> tuple[tuple[Array, Array],
     keys = row_keys(keys, batch)  # before the copies: row b has fold_in(key, b)
     if len({device.process_index for device in mesh.devices.flat}) > 1:
         check_all_same({"prompts": [tokens, lengths], "random keys": keys})
-    parts = mesh.shape.get("data", 1)
-    row = np.arange(-(-batch // parts) * parts)
-    row = np.where(row < batch, row, 0)
+    row = _rows_with_copies(mesh, batch)
     tokens, lengths = np.asarray(tokens, np.int32)[row], np.asarray(lengths, np.int32)[row]
     return (place(tokens, mesh, "data"), place(lengths, mesh, "data")), place(keys[row], mesh, "data")
+
+
+def spread_inputs(mesh: Mesh, inputs: PyTree) -> PyTree:
+    """Shard the inputs [B, ...] of a batch like the prompts of `spread_rows`. None stays None.
+
+    Raises: UsageError if the hosts of the mesh have different inputs.
+    """
+    if len({device.process_index for device in mesh.devices.flat}) > 1:
+        check_all_same({"inputs": inputs})
+    return jax.tree.map(lambda x: place(np.asarray(x)[_rows_with_copies(mesh, len(x))], mesh, "data"), inputs)
+
+
+def _rows_with_copies(mesh: Mesh, batch: int) -> np.ndarray:
+    """Return the row of each row of a sharded batch. The copies behind the last row are of the first one."""
+    parts = mesh.shape.get("data", 1)
+    row = np.arange(-(-batch // parts) * parts)
+    return np.where(row < batch, row, 0)
