@@ -19,6 +19,7 @@ from specjax.engine.job import Job, Parts
 from specjax.engine.prepare import Settings
 from specjax.engine.step import LOOP, buffer_size
 from specjax.models import abstract_params, make_model
+from specjax.models.cache import ConditionedCache
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import abstract_head
 from specjax.models.storage import bits_of
@@ -26,6 +27,7 @@ from specjax.numerics.global_arrays import with_shardings
 from specjax.numerics.sampling import row_keys
 from specjax.parallel import layer_parallel
 from specjax.planning.drafting import drafter_of
+from specjax.planning.inputs.image_inputs import image_shapes
 from specjax.planning.workload import Workload
 from specjax.types import Drafter, PyTree, Target
 
@@ -66,7 +68,10 @@ def abstract_job(work: Workload, devices: list, drafter: Drafter | None = None) 
     size = buffer_size(work.context, work.max_new_tokens, drafter.num_nodes, target.model.max_positions)
     tokens, rows = (by_rows(jax.ShapeDtypeStruct((work.batch, *more), jnp.int32)) for more in ((size,), ()))
     keys = by_rows(jax.eval_shape(lambda: row_keys(0, work.batch)))
-    return Abstract(Job(parts, tokens, rows, keys, rows), mesh, draft, head)
+    inputs = image_shapes(target, work.batch, work.image_tiles, work.image_patches)
+    return Abstract(
+        Job(parts, tokens, rows, keys, rows, None if inputs is None else by_rows(inputs)), mesh, draft, head
+    )
 
 
 def _head(work: Workload, mesh: Mesh) -> DraftHead:
@@ -131,8 +136,13 @@ def _place_cache(target: Target, cache: PyTree) -> PyTree:
 
 def is_cache_of(target: Target, part: PyTree) -> bool:
     """Return True if a part of a drafter's state has the structure of this model's cache."""
-    wanted: Any = jax.tree.structure(cache_shapes(target, 1, 1))
-    return jax.tree.structure(part) == wanted
+    wanted: Any = jax.tree.structure(text_of(cache_shapes(target, 1, 1)))
+    return jax.tree.structure(text_of(part)) == wanted
+
+
+def text_of(cache: PyTree) -> PyTree:
+    """Return the part of a cache that grows with the text: all of it, except for the vectors of images."""
+    return cache.text if isinstance(cache, ConditionedCache) else cache
 
 
 def is_pending_of(target: Target, part: PyTree) -> bool:

@@ -14,7 +14,7 @@ from specjax.costs.experts import busiest_experts, expert_leaves
 from specjax.engine.prefill import CHUNK, count_chunks, wide_chunk
 from specjax.models.heads.contract import DraftHead
 from specjax.numerics.global_arrays import with_shardings
-from specjax.planning.abstract import Abstract, cache_shapes, is_cache_of, shard_bytes
+from specjax.planning.abstract import Abstract, cache_shapes, is_cache_of, shard_bytes, text_of
 from specjax.planning.workload import Workload
 from specjax.types import PyTree, Target
 
@@ -48,7 +48,9 @@ def must_bytes(work: Workload, args: Abstract, state: Any, draft_passes: int, ro
 
     wide = wide_chunk(work.batch, work.platform)
     num_wide, num_narrow = count_chunks(max(work.context - 1, 1), wide)
-    prefill = num_wide * of_chunk(wide) + num_narrow * of_chunk(CHUNK)
+    models = [args.job.parts.target, *([] if args.draft is None else [args.draft])]
+    towers = sum(shard_bytes(model.params) - shard_bytes(model.pass_params) for model in models)
+    prefill = num_wide * of_chunk(wide) + num_narrow * of_chunk(CHUNK) + (towers if work.image_tiles else 0)
     middle = work.context + work.max_new_tokens / 2
     return {"prefill": prefill, "step": step(work.context), "loop": prefill + rounds * step(middle)}
 
@@ -63,7 +65,7 @@ def _of_head(draft: DraftHead, context: float, *, head: bool = True, experts: tu
 def _pass_of(config: Any, target: Target, batch: int, cache: PyTree) -> Callable[..., float]:
     """Return `pass_bytes` of a model as a function of the context."""
     per_token, states = bytes_per_token(target, batch, cache), fixed_bytes(target, batch, cache)
-    return functools.partial(pass_bytes, config, target.params, per_token, states=states)
+    return functools.partial(pass_bytes, config, target.pass_params, per_token, states=states)
 
 
 def pass_bytes(
@@ -109,11 +111,11 @@ def fixed_bytes(target: Target, batch: int, cache: PyTree) -> int:
 
 def _growing_axes(target: Target, batch: int, cache: PyTree) -> list[tuple[Any, list[int]]]:
     """Return each array of a cache, and the axes whose size depends on the number of tokens."""
-    small, large = (jax.tree.leaves(cache_shapes(target, batch, capacity)) for capacity in (1024, 2048))
+    small, large = (jax.tree.leaves(text_of(cache_shapes(target, batch, capacity))) for capacity in (1024, 2048))
     sizes = lambda one, other: enumerate(zip(one.shape, other.shape, strict=True))
     return [
         (leaf, [axis for axis, (a, b) in sizes(one, other) if a != b])
-        for leaf, one, other in zip(jax.tree.leaves(cache), small, large, strict=True)
+        for leaf, one, other in zip(jax.tree.leaves(text_of(cache)), small, large, strict=True)
     ]
 
 

@@ -25,6 +25,7 @@ from specjax.models.storage import quantized_config
 from specjax.models.storage.format_names import describe_formats
 from specjax.numerics.same_bits import SameBitsError, unsupported_reason
 from specjax.planning.inputs.denoiser_inputs import check_autoregressive, check_denoiser, in_blocks
+from specjax.planning.inputs.image_inputs import IMAGE_PATCHES, check_images
 from specjax.planning.inputs.model_configs import load_config, load_denoiser_settings, num_params, num_params_of_head
 from specjax.planning.inputs.native_heads import default_native, native_head
 from specjax.planning.inputs.topologies import Topology, parse_topology
@@ -58,6 +59,8 @@ class Workload:
     reading: DenoiserSettings | None = (
         None  # settings of a diffusion model as a denoiser; None: the model is autoregressive
     )
+    image_tiles: int = 0  # of each prompt, for models that read images
+    image_patches: int = IMAGE_PATCHES  # of each image, for models that read images of any size
 
     @property
     def devices(self) -> int:
@@ -118,12 +121,16 @@ def make_workload(
     expert: int = 1,
     reading: DenoiserSettings | None = None,
     block: int | None = None,
+    image_tiles: int = 0,
+    image_patches: int = IMAGE_PATCHES,
 ) -> Workload:
     """Check the options of a plan before anything is compiled.
 
     Args:
       reading: denoiser settings for a `target` that is a config. For names and files they are loaded.
       block: columns of a block of a diffusion model.
+      image_tiles: tiles of images in each prompt, whose vectors are a part of `context`. Each image of a model that
+        reads any size has room for `image_patches` patches.
       draft: a built-in config, a folder, a GGUF file or a config; "native" is the multi-token-prediction module of the
         target's release or files, which is the default for a target that has one.
       head: a kind of draft head with its authors' shapes, such as "eagle3", or with changes, such as
@@ -212,12 +219,13 @@ def make_workload(
     if method == "easyspec" and layer > 1:
         _check_layers(draft_config, layer)
     _check_expert(target_config, expert)
+    check_images(target_config, image_tiles, image_patches, context)
     axes = {"--data": data, "--layer": layer, "--sequence": sequence, "--expert": expert}
     model = _model_axis(target_config, slice_, axes, model)
     return Workload(
         target_config, slice_, draft_config, head_config, method, tree, num_draft_tokens,
         tuple(sorted(options.items())), batch, context, max_new_tokens, warping, data, model, layer,
-        sequence, expert, reading,
+        sequence, expert, reading, image_tiles, image_patches,
     )  # fmt: skip
 
 
@@ -369,7 +377,7 @@ def describe(work: Workload) -> dict[str, Any]:
     """Return the options of the plan as JSON."""
     names = (
         "method", "tree", "num_draft_tokens", "batch", "context", "max_new_tokens", "data", "layer", "sequence",
-        "expert", "model",
+        "expert", "model", "image_tiles",
     )  # fmt: skip
     return {
         "options": dict(work.options),

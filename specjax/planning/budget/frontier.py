@@ -212,7 +212,7 @@ def _seconds(work: Workload, footprint: Footprint, nodes: int) -> float:
     shares = costs.shares_of(target, chip.name)._replace(states=0.0, updates=0.0)
     growth = costs.estimated((1, rows * nodes), 1, costs.dtype_of(target), chip.name, shares)[1]
     parts = work.devices / work.data
-    weights = pass_bytes(work.target, target.params, 0.0, work.context, experts=(1, 1))
+    weights = pass_bytes(work.target, target.pass_params, 0.0, work.context, experts=(1, 1))
     recurrent = 2 * rows * nodes * row_bytes(target).updates / parts + 2 * memory.states
     cached = memory.per_slot * mean_context(work.target, work.context)
     # On a GPU the curve is relative to a pass with the launches of its kernels, which the roofline leaves out.

@@ -15,9 +15,11 @@ from specjax.errors import UsageError
 from specjax.files.untrusted import guarded_read
 from specjax.models import abstract_params, loading, make_model
 from specjax.models.hybrid.memory import HybridCache
+from specjax.models.layout import REPLICATED
 from specjax.models.loading.formats import llama2c
 from specjax.models.storage import num_bytes, quantized_config, storage_options
 from specjax.models.storage.format_names import describe_formats
+from specjax.models.vision.config import VisionLanguageConfig
 from specjax.planning.abstract import cache_shapes
 from specjax.planning.description.layers import LayerPattern, active_parameters, layers_of, sizes_of
 from specjax.planning.description.module import (
@@ -52,6 +54,18 @@ class RowMemory:
 
 
 @dataclass(frozen=True)
+class ImageReading:
+    """The tower of a model that reads images, with its connector. Passes over tokens do not read them."""
+
+    parameters: int
+    bytes: int
+    layers: int
+    tile: int | None  # side of a tile in pixels; None: images of any size
+    vectors: int | None  # of a tile; None: as many as blocks
+    block: int | None  # side in pixels of the block that becomes a vector; None: tiles of one size
+
+
+@dataclass(frozen=True)
 class ModelDescription:
     """Sizes, layers and memory of a model, and its multi-token-prediction module."""
 
@@ -70,6 +84,7 @@ class ModelDescription:
     sizes: dict[str, dict[str, Any]]  # of each mixer
     memory: RowMemory
     module: ModuleDescription | None  # None: there is none
+    images: ImageReading | None = None  # None: the model reads text only
 
 
 def describe_model(
@@ -136,6 +151,20 @@ def _describe(config: Any, source: str | Path, path: Path | None) -> ModelDescri
         sizes=sizes_of(config),
         memory=_memory(target),
         module=_module(target, source, path),
+        images=_images(target) if isinstance(config, VisionLanguageConfig) else None,
+    )
+
+
+def _images(target: Target) -> ImageReading:
+    config, parts = target.model.config, [target.params[name] for name in REPLICATED]
+    tower, any_size = config.tower, config.tower.merge > 0
+    return ImageReading(
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(parts)),
+        bytes=num_bytes(parts),
+        layers=tower.num_layers,
+        tile=None if any_size else tower.image_size,
+        vectors=None if any_size else config.vectors_per_tile,
+        block=tower.merge * tower.patch_size if any_size else None,
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from specjax.planning.description.layers import Kind, LayerPattern
-from specjax.planning.description.model import ModelDescription, RowMemory
+from specjax.planning.description.model import ImageReading, ModelDescription, RowMemory
 from specjax.planning.description.module import ModuleDescription
 
 MIXERS = {
@@ -25,6 +25,9 @@ FEEDS = {
     "none": ("layer without parameters", "layers without parameters"),
 }
 
+PARTS = "kind", "layers", "sizes", "memory", "module", "images"
+"""Fields of a description that its document has in another form."""
+
 MAX_NUMBERS = 16
 """The most numbers of layers that a line lists."""
 
@@ -39,6 +42,7 @@ def describe_in_lines(model: ModelDescription) -> list[str]:
         f"layers: {layers_in_words(model.layers)}",
         *(f"{_mixer_title(name)}: {_sizes_in_words(name, sizes)}" for name, sizes in model.sizes.items()),
         *_memory_lines(model.memory, model.layers),
+        *([] if model.images is None else [f"images: {_images_in_words(model.images)}"]),
     ]
     if model.kind == "diffusion" and model.module is None:
         return lines
@@ -52,7 +56,11 @@ def document_of(model: ModelDescription) -> dict[str, Any]:
     as_dict = lambda kind, count: {**kind._asdict(), "count": count}
     return {
         "kind": "model",
-        **{name: fields[name] for name in fields if name not in ("kind", "layers", "sizes", "memory", "module")},
+        **{
+            name: fields[name]
+            for name in fields
+            if name not in ("kind", "layers", "sizes", "memory", "module", "images")
+        },
         "decoding": model.kind,
         "layers": {
             "count": len(layers.kinds),
@@ -64,7 +72,18 @@ def document_of(model: ModelDescription) -> dict[str, Any]:
         "sizes": model.sizes,
         "memory": {"per_row": memory.per_row, **dataclasses.asdict(memory)},
         "module": None if model.module is None else dataclasses.asdict(model.module),
+        "images": None if model.images is None else dataclasses.asdict(model.images),
     }
+
+
+def _images_in_words(images: ImageReading) -> str:
+    """Return for example "16 vectors per tile of 64 x 64 pixels, by a tower of 2 layers with 51,000 parameters"."""
+    if images.block is None:
+        sizes = f"{images.vectors} vectors per tile of {images.tile} x {images.tile} pixels"
+    else:
+        sizes = f"one vector per {images.block} x {images.block} pixels of images of any size"
+    layers = f"{images.layers} layer" + "s" * (images.layers != 1)
+    return f"{sizes}, by a tower of {layers} with {images.parameters:,} parameters"
 
 
 def layers_in_words(layers: LayerPattern) -> str:

@@ -28,7 +28,6 @@ from specjax.models.loading.tensors.assembly import Checkpoint, check_tensors
 from specjax.models.loading.tensors.file_formats import with_file_formats
 from specjax.models.seq2seq.config import Seq2SeqConfig
 from specjax.models.storage import stored_format, with_quantized
-from specjax.models.vision.config import VisionLanguageConfig
 from specjax.numerics.quantized_array import QuantizedArray
 
 
@@ -146,10 +145,6 @@ def _from_folder(folder: Path, options: dict, platform: str, keep_quantized: boo
     require(
         not isinstance(config, Seq2SeqConfig),
         _NO_ENCODERS.format(config.name),
-    )
-    require(
-        not isinstance(config, VisionLanguageConfig),
-        f"plans and descriptions of the model with images {config.name} do not exist yet; choose a model of text only",
     )
     denoisers.skip_denoiser_settings(record)
     warn_of_unread(record, stacklevel=4)

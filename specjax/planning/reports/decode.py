@@ -30,7 +30,7 @@ def compile_report(
       options: arguments of `make_workload`: draft, head, method, tree, num_draft_tokens, options, batch, context,
         max_new_tokens, dtype, cache_dtype, same_bits, temperature, top_k, top_p, min_p, repetition_penalty,
         presence_penalty, frequency_penalty, data, model, layer, sequence, expert. Diffusion models also
-        accept reading and block.
+        accept reading and block, and models that read images image_tiles and image_patches.
 
     Raises: UsageError for bad options or a missing compiler. A program that does not compile is a result.
     """

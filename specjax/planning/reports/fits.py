@@ -189,7 +189,7 @@ def _fit(name: str, scheme: str | None, work: Workload, context: int, device_byt
         reason = f"it needs {gib(needed)} of {gib(room)}"
     nodes = None if work.reading is not None else 0 if reason else _largest_tree(work, target, memory, room)
     moved = pass_bytes(
-        work.target, target.params, memory.per_slot - memory.module_per_slot, work.context, states=memory.states,
+        work.target, target.pass_params, memory.per_slot - memory.module_per_slot, work.context, states=memory.states,
         experts=(-(-work.batch // work.data), work.expert),
     )  # fmt: skip
     seconds = moved / work.topology.chip.hbm_bandwidth

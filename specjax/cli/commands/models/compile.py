@@ -87,13 +87,20 @@ def compile_(
         str | None,
         typer.Option("--widths", help="Nodes per row in the passes of --stages. Default: 1,16.", show_default=False),
     ] = None,
+    image_tiles: Annotated[
+        int,
+        typer.Option("--image-tiles", help="Tiles of images in each prompt; their vectors are a part of --context."),
+    ] = 0,
+    image_patches: Annotated[
+        int, typer.Option("--image-patches", help="Patches of an image, for models that read images of any size.")
+    ] = 1024,
     as_json: o.JsonOption = False,
 ) -> None:
     require(stages is not None or widths is None, "--widths applies only to --stages; leave it out, or add --stages")
     if stages is not None:
         drafting = {
             "--draft": draft, "--head": head, "--method": method, "--block": block, "--tree": tree,
-            "--num-draft-tokens": num_draft_tokens, "--set": settings,
+            "--num-draft-tokens": num_draft_tokens, "--set": settings, "--image-tiles": image_tiles or None,
         }  # fmt: skip
         p.check_stages(programs, drafting)
         sizes = {"max_new_tokens": max_new_tokens, "same_bits": same_bits}
@@ -112,7 +119,7 @@ def compile_(
         report = compile_report(
             target, topology, draft=draft, head=head, method=method, block=block, tree=tree,
             num_draft_tokens=num_draft_tokens, options=options, max_new_tokens=max_new_tokens, same_bits=same_bits,
-            on_step=notify, **programs.arguments,
+            image_tiles=image_tiles, image_patches=image_patches, on_step=notify, **programs.arguments,
         )  # fmt: skip
     if as_json:
         print_json(report.to_json())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -68,6 +69,10 @@ def inspect(
     _inspect_head(models, token_map, as_json)
 
 
+CONFIG_SUFFIXES = ".json", ".txt", ".jinja", ".md"
+"""Suffixes of the files of a model without weights."""
+
+
 @contextlib.contextmanager
 def _open(source: str) -> Iterator[str]:
     """Yield a source, or of a hub id with safetensors a folder with their tables."""
@@ -83,8 +88,12 @@ def _open(source: str) -> Iterator[str]:
 
 
 def _is_head(source: str) -> bool:
+    """Return True for a draft head, which is recognised by its tensors. A folder with configs only is a model."""
     from specjax.cli.options.drafter_flags import find_head_kind
 
+    folder = Path(source).expanduser()
+    if folder.is_dir() and all(path.suffix in CONFIG_SUFFIXES for path in folder.iterdir()):
+        return False
     return find_head_kind(source, "SOURCE") is not None
 
 

@@ -1,0 +1,40 @@
+"""Images in the prompts of a plan, as shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from specjax.errors import UsageError, require
+from specjax.models import images
+from specjax.models.vision.config import VisionLanguageConfig
+from specjax.types import PyTree, Target
+
+IMAGE_PATCHES = 1024
+"""Patches of an image by default, for models that read images of any size. `specjax serve` has the same default."""
+
+
+def check_images(config: Any, tiles: int, patches: int, context: int) -> None:
+    """Check the images of a prompt with `context` tokens. Raises: UsageError that names the option at fault."""
+    require(tiles >= 0, f"--image-tiles must be at least 0, not {tiles}")
+    require(patches >= 1, f"--image-patches must be at least 1, not {patches}")
+    if tiles == 0:
+        return
+    if not isinstance(config, VisionLanguageConfig):
+        raise UsageError(f"--image-tiles {tiles}: {config.name} reads no images; leave it out")
+    merge = config.tower.merge
+    vectors = tiles * (patches // merge**2 if merge else config.vectors_per_tile)
+    require(
+        vectors < context,
+        f"--image-tiles {tiles} are {vectors} vectors, which leave no text in --context {context}; raise --context",
+    )
+
+
+def image_shapes(target: Target, batch: int, tiles: int, patches: int) -> PyTree:
+    """Return the shapes of the `inputs` of a batch of prompts with images; None without tiles."""
+    if tiles == 0:
+        return None
+    any_size = target.model.config.tower.merge > 0
+    row = images(target, [[0]], [None], num_tiles=tiles, num_patches=patches if any_size else None)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype), row)
