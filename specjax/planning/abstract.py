@@ -19,7 +19,7 @@ from specjax.engine.job import Job, Parts
 from specjax.engine.prepare import Settings
 from specjax.engine.step import LOOP, buffer_size
 from specjax.models import abstract_params, make_model
-from specjax.models.cache import ConditionedCache
+from specjax.models.bridge import growing_part
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import abstract_head
 from specjax.models.storage import bits_of
@@ -136,13 +136,8 @@ def _place_cache(target: Target, cache: PyTree) -> PyTree:
 
 def is_cache_of(target: Target, part: PyTree) -> bool:
     """Return True if a part of a drafter's state has the structure of this model's cache."""
-    wanted: Any = jax.tree.structure(text_of(cache_shapes(target, 1, 1)))
-    return jax.tree.structure(text_of(part)) == wanted
-
-
-def text_of(cache: PyTree) -> PyTree:
-    """Return the part of a cache that grows with the text: all of it, except for the vectors of images."""
-    return cache.text if isinstance(cache, ConditionedCache) else cache
+    wanted: Any = jax.tree.structure(growing_part(cache_shapes(target, 1, 1)))
+    return jax.tree.structure(growing_part(part)) == wanted
 
 
 def is_pending_of(target: Target, part: PyTree) -> bool:

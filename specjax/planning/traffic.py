@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from specjax.costs.experts import busiest_experts, expert_leaves
 from specjax.engine.prefill import CHUNK, count_chunks, wide_chunk
+from specjax.models.bridge import growing_part
 from specjax.models.heads.contract import DraftHead
 from specjax.numerics.global_arrays import with_shardings
-from specjax.planning.abstract import Abstract, cache_shapes, is_cache_of, shard_bytes, text_of
+from specjax.planning.abstract import Abstract, cache_shapes, is_cache_of, shard_bytes
 from specjax.planning.workload import Workload
 from specjax.types import PyTree, Target
 
@@ -111,11 +112,11 @@ def fixed_bytes(target: Target, batch: int, cache: PyTree) -> int:
 
 def _growing_axes(target: Target, batch: int, cache: PyTree) -> list[tuple[Any, list[int]]]:
     """Return each array of a cache, and the axes whose size depends on the number of tokens."""
-    small, large = (jax.tree.leaves(text_of(cache_shapes(target, batch, capacity))) for capacity in (1024, 2048))
+    small, large = (jax.tree.leaves(growing_part(cache_shapes(target, batch, capacity))) for capacity in (1024, 2048))
     sizes = lambda one, other: enumerate(zip(one.shape, other.shape, strict=True))
     return [
         (leaf, [axis for axis, (a, b) in sizes(one, other) if a != b])
-        for leaf, one, other in zip(jax.tree.leaves(text_of(cache)), small, large, strict=True)
+        for leaf, one, other in zip(jax.tree.leaves(growing_part(cache)), small, large, strict=True)
     ]
 
 
