@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 from specjax.models.decoder import DecoderConfig
 from specjax.models.llama import LlamaConfig
 
-Activation = Literal["gelu_tanh", "gelu", "quick_gelu"]
+Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "silu"]
 V = TypeVar("V", bound="VisionLanguageConfig")
 
 
@@ -32,6 +34,11 @@ class TowerSizes:
     patch_bias: bool = True
     merge: int = 0  # Qwen2-VL: blocks of merge x merge patches become one vector
     frames: int = 1  # images that a patch spans in time
+    gated: bool = False  # Qwen2.5-VL: layers have RMS norms and a gated MLP
+    window: int = 0  # Qwen2.5-VL: patches in a row of a window of attention; 0: all layers read the image
+    full_layers: tuple[int, ...] = ()  # with windows: layers that read the image
+    table_side: int = 0  # Qwen3-VL: rows and columns of a table of positions, stretched over the image; 0: none
+    deep_layers: tuple[int, ...] = ()  # Qwen3-VL: the text model also adds the outputs of these layers (DeepStack)
     spare_layers: int = 0  # layers of the file after those that run
 
     @property
@@ -65,9 +72,28 @@ class VisionLanguageConfig(DecoderConfig):
     connector: ConnectorSizes = ConnectorSizes()
     image_token: int = 0  # the placeholder of an image vector in prompts
     sections: tuple[int, ...] = ()  # M-RoPE: frequencies of time, height and width; (): positions have one axis
+    interleaved: bool = False  # the frequencies of the axes alternate; False: they are in blocks
     model_type: str = "smolvlm"
     text_type: str = "llama"  # the `model_type` of the text model
     name: str = "vision_language"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.tower.deep_layers:  # the first layers of the text model have other inputs
+            object.__setattr__(self, "stacked", False)
+
+    @property
+    def frequency_axes(self) -> np.ndarray:
+        """Return the axis int[r / 2] of each rotary frequency: 0 time, 1 height, 2 width.
+
+        Interleaved axes alternate as long as height and width have frequencies left. The rest belongs to time.
+        """
+        if not self.interleaved:
+            return np.repeat(np.arange(len(self.sections)), self.sections)
+        axes = np.zeros(sum(self.sections), int)
+        for axis in (1, 2):
+            axes[axis : 3 * self.sections[axis] : 3] = axis
+        return axes
 
     @property
     def vectors_per_tile(self) -> int:

@@ -6,7 +6,7 @@ from flax import nnx
 
 from specjax.models import layers as L
 from specjax.models.vision.config import VisionLanguageConfig
-from specjax.models.vision.grid_tower import MergeConnector
+from specjax.models.vision.grid_tower import DeepConnector, MergeConnector
 from specjax.models.vision.tower import activation_of
 from specjax.types import Array
 
@@ -50,5 +50,5 @@ class HiddenConnector(nnx.Module):
 def make_connector(c: VisionLanguageConfig, rngs: nnx.Rngs) -> nnx.Module:
     """Create the connector of a model."""
     if c.tower.merge:
-        return MergeConnector(c, rngs=rngs)
+        return (DeepConnector if c.tower.deep_layers else MergeConnector)(c, rngs=rngs)
     return ShuffleConnector(c, rngs=rngs) if c.connector.shuffle else HiddenConnector(c, rngs=rngs)

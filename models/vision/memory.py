@@ -184,6 +184,7 @@ class ImageMemory(NamedTuple):
     vectors: Array  # [B, P, D]
     places: Array  # int32[B, P]
     axes: ImagePositions | None = None  # None: rotary positions are places
+    deep: Array | None = None  # [B, L, P, D], added to the stream after the first L layers (DeepStack); None: nothing
 
     def find(self, positions: Array) -> tuple[Array, Array]:
         """Return the index int32[B, T] of the vector at `positions` int32[B, T], and bool[B, T]: there is one."""
@@ -195,7 +196,15 @@ class ImageMemory(NamedTuple):
         index, has_vector = self.find(positions)
         return jnp.where(has_vector[..., None], take_along(self.vectors, index[..., None], 1).astype(x.dtype), x)
 
-    def rotary(self, positions: Array, sections: Sequence[int]) -> Array:
+    def additions(self, positions: Array) -> list[Array]:
+        """Return the vectors [B, T, D] to add after each of the first layers at `positions` int32[B, T]."""
+        if self.deep is None:
+            return []
+        index, has_vector = self.find(positions)
+        at_places = take_along(self.deep, index[:, None, :, None], 2)
+        return list(jnp.where(has_vector[:, None, :, None], at_places, 0).swapaxes(0, 1))
+
+    def rotary(self, positions: Array, frequency_axes: np.ndarray) -> Array:
         """Return the rotary position int32[B, T, r / 2] of each frequency at `positions` int32[B, T].
 
         Text has the same position on all axes.
@@ -207,4 +216,4 @@ class ImageMemory(NamedTuple):
         text = positions + jnp.sum(jnp.where(is_before, self.axes.shifts[:, None], 0), -1)
         of_vectors = take_along(self.axes.rotary, index[..., None], 1)
         by_axis = jnp.where(has_vector[..., None], of_vectors, text[..., None])
-        return by_axis[..., np.repeat(np.arange(len(sections)), sections)]
+        return by_axis[..., frequency_axes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.decoder import Decoder
 from specjax.models.layout import REPLICATED, Layout
+from specjax.models.products import pad_tokens
 from specjax.models.vision.config import VisionLanguageConfig
 from specjax.models.vision.connectors import make_connector
 from specjax.models.vision.grid_tower import GridTower
@@ -39,6 +41,7 @@ class ImageDecoder(Decoder):
         On a mesh each device reads a part of the tiles.
         """
         (graphdef, state), width = nnx.split((self.tower, self.connector)), self.config.width
+        levels = 1 + len(self.config.tower.deep_layers)
         dtype = jnp.dtype(self.config.dtype)
         if isinstance(images, GridImages):
             values, extent = images.patches, images.grids
@@ -50,19 +53,19 @@ class ImageDecoder(Decoder):
         def read_tiles(state: PyTree, values: Array, extent: Array) -> Array:
             def read_tile(tile: tuple[Array, Array]) -> Array:
                 tower, connector = nnx.merge(graphdef, state)
-                return connector(tower(*tile)).astype(dtype)
+                return connector(tower(*tile)).astype(dtype).reshape(levels, count, width)
 
             def read_any(tile: tuple[Array, Array]) -> Array:
-                blank = lambda tile: jnp.zeros((count, width), dtype)
+                blank = lambda tile: jnp.zeros((levels, count, width), dtype)
                 return jax.lax.cond(jnp.any(tile[1]), read_tile, blank, tile)
 
             rows, tiles = extent.shape[:2]
             flat = tuple(x.reshape(rows * tiles, *x.shape[2:]) for x in (values, extent))
-            return jax.lax.map(read_any, flat).reshape(rows, tiles, count, width)
+            return jax.lax.map(read_any, flat).reshape(rows, tiles, levels, count, width)
 
         read = read_tiles if layout is None else functools.partial(layout.map_tiles, read_tiles)
-        vectors = read(state, values, extent)
-        return ImageMemory(vectors.reshape(*images.places.shape, width), images.places, axes)
+        vectors = read(state, values, extent).swapaxes(1, 2).reshape(-1, levels, images.places.shape[1], width)
+        return ImageMemory(vectors[:, 0], images.places, axes, vectors[:, 1:] if levels > 1 else None)
 
     def __call__(
         self, tokens: Array | Mixture | Stream | Appended, cache: Any, *, positions: Array, mask: Array, **options: Any
@@ -77,10 +80,44 @@ class ImageDecoder(Decoder):
             embed = functools.partial(self.embed_tokens, layout=options.get("layout"))
             x = L.embed_inputs(embed, tokens)
             tokens = Stream(cache.memory.put(x, positions))
+            additions = cache.memory.additions(positions)
+            if additions:
+                options["run_layers"] = with_additions(options.get("run_layers", L.run_layers), additions)
         if cache.memory is not None and self.config.sections:
-            rotary = cache.memory.rotary(positions, self.config.sections)
+            rotary = cache.memory.rotary(positions, self.config.frequency_axes)
             options["settings"] = self.config.attention_settings(rotary)
         return super().__call__(tokens, cache.text, positions=positions, mask=mask, **options)
+
+
+class AddingBlock(nnx.Module):
+    """A layer of the text model with vectors that are added to the stream after it."""
+
+    def __init__(self, block: nnx.Module, addition: Array):
+        self.block: Any = block
+        self.addition = nnx.Variable(addition)
+
+    def attend(self, x: Array, inputs: L.LayerInputs):
+        return self.block.attend(x, inputs)
+
+    def keys(self, x: Array, inputs: L.LayerInputs):
+        return self.block.keys(x, inputs)
+
+    def feed(self, x: Array, shared: L.PassInputs) -> Array:
+        return self.feed_with_history(x, shared)[0]
+
+    def feed_with_history(self, x: Array, shared: L.PassInputs):
+        y, history = self.block.feed_with_history(x, shared)
+        return y + pad_tokens(self.addition[...].astype(y.dtype), x.shape[1]), history
+
+
+def with_additions(run_layers: Callable[..., Any], additions: Sequence[Array]) -> Callable[..., Any]:
+    """Return a loop over layers that adds vectors [B, T, D] to the stream after each of the first layers."""
+
+    def run(layers: nnx.List, *inputs: Any, **options: Any):
+        first = [AddingBlock(block, x) for block, x in zip(layers, additions, strict=False)]
+        return run_layers(nnx.List([*first, *layers[len(first) :]]), *inputs, **options)
+
+    return run
 
 
 def pass_params(params: PyTree) -> PyTree:

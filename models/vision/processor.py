@@ -144,6 +144,7 @@ def _write_grid(processor: ImageProcessor, rows: int, columns: int) -> list[int]
 
 
 FORMS = {"smolvlm": _write_tiles, "idefics3": _write_tiles, "llava": _write_image, "qwen2_vl": _write_grid}
+FORMS |= dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), _write_grid)
 """The text of an image by `model_type`."""
 
 

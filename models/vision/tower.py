@@ -12,6 +12,7 @@ from flax import nnx
 from specjax.models import layers as L
 from specjax.models.rotary import Rotation, rotate
 from specjax.models.vision.config import Activation, TowerSizes
+from specjax.models.vision.windows import attend_in_windows
 from specjax.pallas_kernels.tree_attention.reference import NEG
 from specjax.types import Array
 
@@ -20,6 +21,8 @@ def activation_of(name: Activation):
     """Return an activation function by name."""
     if name == "quick_gelu":
         return lambda x: x * jax.nn.sigmoid(1.702 * x)
+    if name == "silu":
+        return jax.nn.silu
     return functools.partial(jax.nn.gelu, approximate=name == "gelu_tanh")
 
 
@@ -42,31 +45,41 @@ class PatchEmbedding(nnx.Module):
 
 
 class TowerBlock(nnx.Module):
-    """A layer of a tower: attention over all patches of an image, then an MLP."""
+    """A layer of a tower: attention over all patches of an image or of a window, then an MLP."""
 
     def __init__(self, c: TowerSizes, *, dtype, rngs: nnx.Rngs):
         linear = functools.partial(L.Linear, bias=True, dtype=dtype, rngs=rngs)
-        self.attention_norm, self.mlp_norm = (L.LayerNorm(c.width, c.norm_eps, dtype=dtype) for _ in range(2))
+        norm = L.RMSNorm if c.gated else L.LayerNorm
+        self.attention_norm, self.mlp_norm = (norm(c.width, c.norm_eps, dtype=dtype) for _ in range(2))
         self.q, self.k, self.v, self.o = (linear(c.width, c.width) for _ in range(4))
         self.up, self.down = linear(c.width, c.mlp_width), linear(c.mlp_width, c.width)
-        self.num_heads, self.act = c.num_heads, activation_of(c.activation)
+        self.gate = linear(c.width, c.mlp_width) if c.gated else None
+        self.num_heads, self.act, self.window_size = c.num_heads, activation_of(c.activation), c.window**2
 
-    def __call__(self, x: Array, visible: Array, rotation: Rotation | None = None) -> Array:
+    def __call__(
+        self, x: Array, visible: Array, rotation: Rotation | None = None, windows: Array | None = None
+    ) -> Array:
         """Return the stream [S, D] after the layer.
 
         Args:
           visible: bool[S], the patches that all patches attend to.
           rotation: that of the patches, as a batch of one; None: they have no rotary positions.
+          windows: int32[S], the windows of patches in the order of their windows; None: attention is not windowed.
         """
         y = self.attention_norm(x)
         q, k, v = (part(y).reshape(len(x), self.num_heads, -1) for part in (self.q, self.k, self.v))
         if rotation is not None:
             q, k = (rotate(part[None], rotation)[0] for part in (q, k))
-        scores = jnp.einsum("thd,shd->hts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-        weights = jax.nn.softmax(jnp.where(visible, scores, NEG), -1)
-        out = jnp.einsum("hts,shd->thd", weights.astype(v.dtype), v)
+        if windows is None:
+            scores = jnp.einsum("thd,shd->hts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+            weights = jax.nn.softmax(jnp.where(visible, scores, NEG), -1)
+            out = jnp.einsum("hts,shd->thd", weights.astype(v.dtype), v)
+        else:
+            out = attend_in_windows(q, k, v, windows, self.window_size)
         x = x + self.o(out.reshape(len(x), -1).astype(x.dtype))
-        return x + self.down(self.act(self.up(self.mlp_norm(x))).astype(x.dtype))
+        y = self.mlp_norm(x)
+        hidden = self.act(self.up(y)) if self.gate is None else self.act(self.gate(y)) * self.up(y)
+        return x + self.down(hidden.astype(x.dtype))
 
 
 class ImageTower(nnx.Module):

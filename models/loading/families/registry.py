@@ -24,7 +24,7 @@ from specjax.models.loading.families.hybrid import (
 )
 from specjax.models.loading.families.latent import deepseek, deepseek_gguf
 from specjax.models.loading.families.seq2seq import bart, t5, whisper
-from specjax.models.loading.families.vision import idefics, llava, qwen2_vl
+from specjax.models.loading.families.vision import idefics, llava, qwen2_5_vl, qwen2_vl, qwen3_vl
 from specjax.models.seq2seq.config import BartConfig, T5Config, WhisperConfig
 from specjax.models.vision.config import VisionLanguageConfig
 
@@ -42,7 +42,7 @@ HYBRIDS = (
     deepseek,
     deepseek_gguf,
 )
-VISION = (idefics, llava, qwen2_vl)
+VISION = (idefics, llava, qwen2_vl, qwen2_5_vl, qwen3_vl)
 FAMILIES = (llama, gemma3, llada, *HYBRIDS, t5, bart, whisper, *VISION)
 
 _MAMBA_1 = "its Mamba-1 layers have a decay for each channel and state, so one pass cannot verify a token tree"

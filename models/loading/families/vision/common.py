@@ -17,6 +17,7 @@ from specjax.models.vision.config import Activation, TowerSizes, VisionLanguageC
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "quick_gelu": "quick_gelu",
+    "silu": "silu",
 }  # fmt: skip
 
 PIXELS = 1 << 14  # more than the side of any image
