@@ -15,7 +15,7 @@ from specjax.models.rotary import Rotation, rope_frequencies
 from specjax.models.vision.config import TowerSizes, VisionLanguageConfig
 from specjax.models.vision.grids import patch_places
 from specjax.models.vision.tower import TowerBlock
-from specjax.models.vision.windows import sort_by_window
+from specjax.models.vision.windows import sort_by_window, undo_order
 from specjax.types import Array
 
 ROPE_BASE = 10_000.0
@@ -75,8 +75,7 @@ class GridTower(nnx.Module):
             graphdef, state = nnx.split(block)
             x = run_layer(graphdef, windows is not None and i not in c.full_layers, state, x)
             deep += [x] if i in c.deep_layers else []
-        if windows is not None:
-            x = jnp.zeros_like(x).at[order].set(x, unique_indices=True)
+        x = x if windows is None else undo_order(x, order)
         return jnp.stack([x, *deep]) if deep else x
 
 

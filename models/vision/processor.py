@@ -38,10 +38,11 @@ class ImageProcessor(NamedTuple):
             picture. A text is one message of the user, after all pictures.
           variables: other variables of the chat template.
 
-        Raises: UsageError for a picture that cannot be read, and another number of pictures in the messages. A model
-          without a chat template reads texts only.
+        Raises: UsageError for a picture that cannot be read, a video, and another number of pictures in the messages. A
+          model without a chat template reads texts only.
         """
         if not isinstance(messages, str):
+            _check_parts(messages)
             return self.expand(self.tokenizer.chat(messages, **variables), pictures)
         if self.tokenizer.chat_template is None and not self.tokenizer.named_templates:
             return self.raw(messages, pictures)
@@ -118,6 +119,14 @@ class ImageProcessor(NamedTuple):
                 f"the tokenizer of {self.config.name} lacks the token {quote(name)}, which surrounds images; download "
                 "its files again"
             ) from None
+
+
+def _check_parts(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Check that messages have no videos. Raises: UsageError if one has."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
+    if any(isinstance(part, Mapping) and part.get("type") == "video" for part in parts):
+        raise UsageError("a message has a part of type video, which no model of specjax reads; pass frames as images")
 
 
 def _write_tiles(processor: ImageProcessor, rows: int, columns: int) -> list[int]:

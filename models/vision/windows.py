@@ -17,9 +17,7 @@ PADDING = np.iinfo(np.int32).max
 """The window of patches without an image, which are the last ones."""
 
 
-def sort_by_window(
-    rows: Array, columns: Array, visible: Array, width: Array, size: int
-) -> tuple[Array, Array]:
+def sort_by_window(rows: Array, columns: Array, visible: Array, width: Array, size: int) -> tuple[Array, Array]:
     """Return the patches int32[S] of an image in the order of their windows, and the window int32[S] of each of them.
 
     Args:
@@ -32,6 +30,11 @@ def sort_by_window(
     window = jnp.where(visible, rows // size * per_row + columns // size, PADDING)
     order = jnp.argsort(window, stable=True)  # a block of merged patches stays together
     return order, window[order]
+
+
+def undo_order(x: Array, order: Array) -> Array:
+    """Return the vectors [S, D] of patches in the order that they had before `sort_by_window`."""
+    return jnp.zeros_like(x).at[order].set(x, unique_indices=True)
 
 
 def attend_in_windows(q: Array, k: Array, v: Array, windows: Array, size: int) -> Array:

@@ -65,6 +65,6 @@ def variant_hf(config: VisionLanguageConfig, names: Collection[str]) -> dict[str
 def config_to_hf(c: VisionLanguageConfig) -> dict[str, Any]:
     """Return the fields that `config_from_hf` reads."""
     return FAMILY.to_hf(
-        c, out_hidden_size=c.width, intermediate_size=c.tower.mlp_width, window_size=c.tower.window * c.tower.patch_size,
-        fullatt_block_indexes=list(c.tower.full_layers),
+        c, out_hidden_size=c.width, intermediate_size=c.tower.mlp_width,
+        window_size=c.tower.window * c.tower.patch_size, fullatt_block_indexes=list(c.tower.full_layers),
     )  # fmt: skip

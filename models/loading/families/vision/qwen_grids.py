@@ -173,7 +173,7 @@ def find_prefix(names: Collection[str]) -> str:
 
 
 def layers_of(hf: ConfigFields, name: str) -> tuple[int, ...]:
-    """Return numbers of layers of a tower. Raises: UsageError if they are not in ascending order and below its depth."""
+    """Return numbers of layers of a tower. Raises: UsageError for other numbers, or another order than ascending."""
     layers, depth = tuple(hf.array(name, int)), hf.size("depth", maximum=LAYERS)
     if list(layers) != sorted(set(layers)) or not all(0 <= layer < depth for layer in layers):
         raise UsageError(
