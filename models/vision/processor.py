@@ -46,8 +46,7 @@ class ImageProcessor(NamedTuple):
             return self.expand(self.tokenizer.chat(messages, **variables), pictures)
         if self.tokenizer.chat_template is None and not self.tokenizer.named_templates:
             return self.raw(messages, pictures)
-        content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": messages}]
-        return self.expand(self.tokenizer.chat([{"role": "user", "content": content}], **variables), pictures)
+        return self.expand(self.tokenizer.chat([picture_turn(messages, len(pictures))], **variables), pictures)
 
     def raw(self, text: str, pictures: Sequence[Picture]) -> tuple[list[int], Tiles | None]:
         """Return the ids and tiles of a text without a chat template.
@@ -68,7 +67,7 @@ class ImageProcessor(NamedTuple):
                 f"the prompt has {count} times the placeholder {name} for {len(pictures)} images; use a chat template "
                 "with images, or write the placeholder once per image in a prompt without the template"
             )
-        tiles, grids = self._prepare([_open(picture) for picture in pictures])
+        tiles, grids = self._prepare([open_picture(picture) for picture in pictures])
         write: Callable[..., list[int]] = FORMS[self.config.model_type]
         parts = iter([write(self, *grid) for grid in grids])
         expanded = [i for token in ids for i in (next(parts) if token == self.config.image_token else [token])]
@@ -190,7 +189,12 @@ def _quiet() -> Iterator[None]:
         os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _open(picture: Picture) -> Any:
+def picture_turn(text: str, count: int) -> dict[str, Any]:
+    """Return a message of the user with `count` pictures before its text."""
+    return {"role": "user", "content": [*({"type": "image"} for _ in range(count)), {"type": "text", "text": text}]}
+
+
+def open_picture(picture: Picture) -> Any:
     """Return a picture in red, green and blue, in the orientation of its camera. Raises: UsageError."""
     import PIL.Image
     import PIL.ImageOps

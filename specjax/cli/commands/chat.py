@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from specjax.cli.options import common as o
+from specjax.cli.options.common import parse_flag
 from specjax.cli.options.groups import DraftOptions, ModelOptions, SamplingOptions, flag_values, with_groups
 from specjax.errors import require
 
@@ -17,8 +19,9 @@ On a colour terminal, drafted and accepted text is green. The drafter reuses
 results of earlier turns. Ctrl-D ends the chat. On a terminal, lines can be
 edited as in a shell, and the arrow keys recall earlier lines.
 
-Lines that begin with / are commands; /help lists them: /stats, /system TEXT,
-/undo, /clear, /help, /exit.
+Lines that begin with / are commands; /help lists them: /stats, /image FILE,
+/system TEXT, /undo, /clear, /help, /exit. Models that read images get those of
+/image with the next message, and keep them in later turns.
 
 If the chat exceeds its maximum length (--context), the oldest turns are
 dropped.
@@ -43,6 +46,14 @@ def chat(
     sampling: ChatSampling,
     method: o.MethodOption = None,
     system: o.SystemOption = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--image",
+            help="Image before the first message, for a model that reads images. Repeat the flag for several images.",
+            show_default=False,
+        ),
+    ] = None,
     context: Annotated[
         int | None,
         typer.Option(
@@ -75,8 +86,10 @@ def chat(
     drafter = session.drafter(method, selection.options)
     run = Chat(
         session, selection.decoding, drafter, method, context=context or min(room, DEFAULT_CONTEXT), system=system,
-        programs=programs,
+        programs=programs, source=models.target,
     )  # fmt: skip
+    for file in image or ():
+        parse_flag("--image", run.add_picture, file)
     execute(run, Report(log, Console()))
 
 

@@ -13,7 +13,7 @@ from specjax.cli.output.console import drop_library_messages
 from specjax.cli.output.files import MAX_TEXT_BYTES, read_text
 from specjax.errors import UsageError, require
 from specjax.files.untrusted import is_text
-from specjax.models.vision.processor import ImageProcessor, Tiles
+from specjax.models.vision.processor import ImageProcessor, Tiles, picture_turn
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 """Categories that Spec-Bench reports as one task."""
@@ -187,9 +187,7 @@ class Pictures(NamedTuple):
         """Return the ids and tiles of a prompt. The pictures come before its text."""
         if raw or system is None:
             return (self.processor.raw if raw else self.processor.chat)(text, self.files)
-        content = [*({"type": "image"} for _ in self.files), {"type": "text", "text": text}]
-        turn = {"role": "user", "content": content}
-        return self.processor.chat([*system_turn(system), turn], self.files)
+        return self.processor.chat([*system_turn(system), picture_turn(text, len(self.files))], self.files)
 
 
 class PromptSource(NamedTuple):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from prompt_toolkit import PromptSession
 
 import specjax
@@ -16,19 +20,39 @@ from specjax.cli.output.text import TextStream
 from specjax.cli.runs.decoding import Decoding
 from specjax.cli.runs.run import PromptRun, Report
 from specjax.cli.runs.session import Session
+from specjax.errors import UsageError
+from specjax.models import images, load_image_processor
+from specjax.models.loading import resolve
+from specjax.models.vision.processor import ImageProcessor, Tiles, open_picture, picture_turn
 from specjax.persistence.program_cache import ProgramCache
 from specjax.serving.requests import Request
 from specjax.types import Drafter
 
 COMMANDS = {
     "/stats": "show tokens per pass and per second",
+    "/image FILE": "add an image to the next message; without FILE, remove those added",
     "/system TEXT": "set the system prompt; without TEXT, remove it",
     "/undo": "forget the last turn",
-    "/clear": "forget all turns",
+    "/clear": "forget all turns and images",
     "/help": "show this list",
     "/exit": "end the chat, like Ctrl-D",
 }
 COMMAND_LIST = ", ".join(COMMANDS)
+
+
+class ChatTurn(NamedTuple):
+    """A message of a chat, and the images of PIL before its text."""
+
+    role: str
+    text: str
+    pictures: tuple[Any, ...] = ()
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """Return the message for a chat template."""
+        if self.pictures:
+            return picture_turn(self.text, len(self.pictures))
+        return {"role": self.role, "content": self.text}
 
 
 class Chat(PromptRun):
@@ -36,31 +60,42 @@ class Chat(PromptRun):
 
     def __init__(
         self, session: Session, decoding: Decoding, drafter: Drafter, method: str, *, context: int,
-        system: str | None = None, programs: ProgramCache | None = None,
+        system: str | None = None, programs: ProgramCache | None = None, source: str | None = None,
     ):  # fmt: skip
-        """Create the chat. context: maximum tokens of all turns."""
+        """Create the chat.
+
+        Args:
+          context: maximum tokens of all turns.
+          source: that of the target, whose folder has the image processor.
+        """
         super().__init__(session, decoding, rows=())
         self.drafter, self.settings, self.method = drafter, session.settings(decoding, method), method
         self.context, self.system, self.programs = context, system, programs
-        self.turns: list[dict[str, str]] = []  # messages of the chat template
+        self.source = source
+        self.turns: list[ChatTurn] = []
+        self.pictures: list[Any] = []  # of the next message
         self.num_tokens = self.num_passes = self.num_requests = 0
         self.seconds = 0.0
 
     def run(self, report: Report) -> None:
         """Answer each line until the input ends."""
         self._report = report
-        tokenizer, out = self.session.tokenizer, report.out
         report.log.print(f"Commands: {COMMAND_LIST}.", style="dim")
+        for form, requests in itertools.groupby(self.requests(), key=input_form):
+            self.answer(requests, blank_inputs(form), report)
+
+    def answer(self, requests: Iterable[Request], inputs: Any, report: Report) -> None:
+        """Answer requests whose inputs have the shapes of `inputs`. Other shapes need other programs."""
+        tokenizer, out = self.session.tokenizer, report.out
         text, start = TextStream(tokenizer, tokenizer.eos), 0.0
         for news in specjax.serve(
-            self.session.target, self.drafter, self.requests(), slots=1, longest_prompt=self.context,
+            self.session.target, self.drafter, requests, slots=1, longest_prompt=self.context, inputs=inputs,
             max_new_tokens=self.decoding.max_new_tokens, programs=self.programs, **vars(self.settings),
         ):  # fmt: skip
             if text.num_tokens == 0:
                 start = time.perf_counter()
             if news.error is not None:
-                report.log.print(news.error, style="red", soft_wrap=True)
-                self.turns.pop()
+                self.withdraw(news.error)
                 continue
             self.num_tokens, self.num_passes = self.num_tokens + len(news.tokens), self.num_passes + 1
             for index, token in enumerate(news.tokens):
@@ -71,8 +106,13 @@ class Chat(PromptRun):
                 self.seconds += time.perf_counter() - start
                 if news.finish_reason == "length":
                     report.log.print("(cut at --max-new-tokens)", style="dim")
-                self.turns.append({"role": "assistant", "content": text.plain})
+                self.turns.append(ChatTurn("assistant", text.plain))
                 text = TextStream(tokenizer, tokenizer.eos)
+
+    def withdraw(self, error: str) -> None:
+        """Print an error and remove the newest message. Its images wait for the next one."""
+        self._print_error(error)
+        self.pictures = [*self.turns.pop().pictures, *self.pictures]
 
     def report(self, report: Report) -> None:
         """Skip the report: the answers are on the screen, and /stats prints the totals."""
@@ -92,19 +132,47 @@ class Chat(PromptRun):
                 continue
             if not line.strip():
                 continue
-            self.turns.append({"role": "user", "content": line})
+            self.turns.append(ChatTurn("user", line, tuple(self.pictures)))
+            self.pictures = []
+            try:
+                ids, tiles = self.prompt()
+                inputs = self._inputs(ids, tiles)
+            except UsageError as error:
+                self.withdraw(str(error))
+                continue
             key = jax.random.fold_in(jax.random.key(self.decoding.seed), self.num_requests)
             self.num_requests += 1
-            yield Request(self.prompt(), key)
+            yield Request(ids, key, inputs=inputs)
 
-    def prompt(self) -> list[int]:
-        """Return the ids of the turns that fit; the oldest turns are forgotten."""
+    def prompt(self) -> tuple[list[int], Tiles | None]:
+        """Return the ids and tiles of the turns that fit; the oldest turns are forgotten."""
         while True:
-            ids = self.session.tokenizer.chat([*system_turn(self.system), *self.turns])
+            messages = [*system_turn(self.system), *(turn.message for turn in self.turns)]
+            pictures = [picture for turn in self.turns for picture in turn.pictures]
+            if pictures:
+                ids, tiles = self.processor.chat(messages, pictures)
+            else:
+                ids, tiles = self.session.tokenizer.chat(messages), None
             if len(ids) <= self.context or len(self.turns) == 1:
-                return ids
+                return ids, tiles
             del self.turns[:2]
             self._note("the oldest turn is forgotten: it no longer fits")
+
+    def _inputs(self, ids: list[int], tiles: Tiles | None) -> Any:
+        """Return the inputs of a request; None without images, or if the prompt does not fit and is refused."""
+        if tiles is None or len(ids) > self.context:
+            return None
+        return jax.tree.map(lambda x: np.asarray(x)[0], images(self.session.target, [ids], [tiles]))
+
+    @functools.cached_property
+    def processor(self) -> ImageProcessor:
+        """The image processor of the target. Raises: UsageError if there is none."""
+        return load_image_processor(resolve(self.source), self.session.target, self.session.tokenizer)
+
+    def add_picture(self, file: Path) -> None:
+        """Add an image to the next message. Raises: UsageError for a bad file, or a model without images."""
+        _ = self.processor
+        self.pictures.append(open_picture(file))
 
     def run_command(self, line: str) -> bool:
         """Run a line that begins with /. Return False if it ends the chat."""
@@ -114,6 +182,8 @@ class Chat(PromptRun):
             return False
         if word == "/stats":
             log.print(self.stats())
+        elif word == "/image":
+            self._run_image(argument.strip().strip("\"'"))
         elif word == "/system":
             self.system = argument or None
             self._note("the system prompt is set" if argument else "no system prompt")
@@ -122,6 +192,7 @@ class Chat(PromptRun):
             del self.turns[-2:]
         elif word == "/clear":
             self.turns.clear()
+            self.pictures.clear()
             self._note("all turns are forgotten")
         elif word == "/help":
             for command, meaning in COMMANDS.items():
@@ -130,8 +201,25 @@ class Chat(PromptRun):
             log.print(f"unknown command {word}; the commands are {COMMAND_LIST}")
         return True
 
+    def _run_image(self, name: str) -> None:
+        """Add an image to the next message, or remove all of it."""
+        if not name:
+            self._note("the next message has no images")
+            self.pictures.clear()
+            return
+        try:
+            self.add_picture(Path(name).expanduser())
+        except UsageError as error:
+            self._print_error(str(error))
+            return
+        count = len(self.pictures)
+        self._note(f"the next message has {count} {'image' if count == 1 else 'images'}")
+
     def _note(self, text: str) -> None:
         self._report.log.print(f"({text})", style="dim")
+
+    def _print_error(self, error: str) -> None:
+        self._report.log.print(error, style="red", soft_wrap=True)
 
     def stats(self) -> str:
         """Return the totals over all answers in words."""
@@ -141,6 +229,18 @@ class Chat(PromptRun):
             f"{self.num_tokens} tokens, {self.num_tokens / self.num_passes:.2f} per target pass, "
             f"{self.num_tokens / max(self.seconds, 1e-9):.1f} per second"
         )
+
+
+def input_form(request: Request) -> Hashable:
+    """Return the structure, shapes and dtypes of the inputs of a request."""
+    leaves, structure = jax.tree.flatten(request.inputs)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def blank_inputs(form: Any) -> Any:
+    """Return zeros of this `input_form`."""
+    structure, shapes = form
+    return jax.tree.unflatten(structure, [np.zeros(*shape) for shape in shapes])
 
 
 def read_lines() -> Iterator[str]:

@@ -43,11 +43,16 @@ def test_a_turn_is_answered_by_all_that_was_said(chat):
     alone = answer("hello")
     done = chat(
         ["/stats", "hello", "and now?", "", "/stats", "/clear", "/system", "hello", "/undo", "hello", "/what", "/help",
-         "/exit", "never"], "--system", "Be brief.",
+         "/image a.png", "/exit", "never"], "--system", "Be brief.",
     )  # fmt: skip
     assert done.code == 0
     assert done.out == "".join(f"{visible(text)}\n" for text in (first, second, alone, alone))
-    assert "no answers yet" in done.err and "24 tokens" in done.err and "unknown command /what" in done.err
+    assert (
+        "no answers yet" in done.err
+        and "reads no images" in done.err
+        and "24 tokens" in done.err
+        and "unknown command /what" in done.err
+    )
     for line in (
         "(all turns are forgotten)",
         "(no system prompt)",
