@@ -347,8 +347,10 @@ def _vision_fields(
         "commit": commit,
         "shardings": None if layout is None else shardings,
         "images": lambda cache: cache.memory,
-        "queries": None,
-        "capabilities": text["capabilities"]._replace(inputs=True, needs_inputs=False, placeholder=config.image_token),
+        "queries": None if config.sections else text["queries"],
+        "capabilities": text["capabilities"]._replace(
+            inputs=True, needs_inputs=False, placeholder=config.image_token, sees_ahead=config.sees_ahead
+        ),
     }
 
 

@@ -157,6 +157,7 @@ class Capabilities(NamedTuple):
     needs_inputs: bool = True  # with `inputs`: a call without them is refused
     placeholder: int | None = None  # the token in prompts that vectors of the inputs replace; no drafter should copy it
     reads_in_order: bool = False  # no token may see a later one, as with recurrent layers
+    sees_ahead: bool = False  # reads the rest of an image that a text cuts in two; texts then have a constant mask
     shared_keys: tuple[int, int] | None = None  # the local and the global layer whose keys assistants read in the cache
     new_tokens: int | None = None  # the new tokens for which a compressed cache has room; None: no such limit
 

@@ -86,7 +86,7 @@ class ImageSizes(NamedTuple):
         """Return the sizes of a target with this config."""
         if not isinstance(target, VisionLanguageConfig):
             return cls()
-        return cls(target.image_token, 0 if target.tower.merge else target.vectors_per_tile)
+        return cls(target.image_token, 0 if target.tower.merge else target.places_per_tile)
 
     def default_rows(self, per_row: int) -> int:
         """Return the rows of a compressor: 64, or fewer if each row then stands for less than `per_row` vectors."""

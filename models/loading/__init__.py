@@ -96,6 +96,7 @@ def read_model(
     mask_token: int | None = None,
     mesh: Mesh | None = None,
     over: tuple[str, ...] | None = None,
+    images: bool = True,
 ) -> LoadedModel:
     """Load a model with its weights, its tokenizer, its denoiser settings if it is a diffusion model, and its head.
 
@@ -130,6 +131,8 @@ def read_model(
       mesh, over: read each device's part of the weights directly to it, with the placement of `specjax.shard`. Each of
         several hosts stores only the parts of its own devices. It reads only the rows of the file for these, or all
         rows of a MaxText checkpoint.
+      images: False to read only the text of a model whose text is also a model of its own, such as Gemma 3. This also
+        holds for quantised files, with a mesh, and with `same_bits`. Other models with images always read them.
 
     Warns: CheckpointWarning that names the fields of its config that are not read and can change its results, or a
       value of the release that its files do not state.
@@ -161,7 +164,8 @@ def read_model(
         fields = as_language_model(fields) if head is not None and fields is not None else fields
         checkpoint, tokenizer = _read(
             path, fields, is_head_tensor if head else None, dtype=dtype, cache_dtype=cache_dtype,
-            name=_name(source, path), **storage,
+            reads_images=images and mesh is None and not same_bits and head is None, name=_name(source, path),
+            **storage,
         )  # fmt: skip
         check_tensors(checkpoint)
         denoiser_settings = denoisers.read_denoiser_settings(
@@ -272,8 +276,9 @@ def _name(source: str | Path | None, path: Path) -> str:
 
 
 def _read(
-    path: Path, fields: ConfigFields | None, without: Callable[[str], bool] | None = None, **options
-) -> tuple[Checkpoint, Tokenizer]:
+    path: Path, fields: ConfigFields | None, without: Callable[[str], bool] | None = None, *, reads_images: bool,
+    **options,
+) -> tuple[Checkpoint, Tokenizer]:  # fmt: skip
     if path.is_dir():
         check_folder(path)
         if t5_onnx.is_folder(path):
@@ -283,7 +288,8 @@ def _read(
         if fields is not None:
             ctranslate2.check_complete(path, fields)
         parts = {} if without is None else {"without": without}
-        return hf.read(path, fields, **parts, **options), hf_tokenizer.from_folder(path)
+        checkpoint = hf.read(path, fields, reads_images=reads_images, **parts, **options)
+        return checkpoint, hf_tokenizer.from_folder(path)
     if path.suffix == ".bin":
         checkpoint = llama2c.read(path, **options)
         return checkpoint, llama2c.read_tokenizer(path, checkpoint.config.vocab_size)

@@ -51,17 +51,26 @@ class TowerSizes:
 class ConnectorSizes:
     """Form of the map from the patches of a tower to vectors of the text model.
 
-    With `shuffle` s above 0, blocks of s x s patches are joined to one vector before a linear map. Otherwise each patch
-    passes an MLP with one hidden layer.
+    With `shuffle` s above 0, blocks of s x s patches are joined to one vector before a linear map. With `pool` s above
+    0, they are averaged and normalised before one. Otherwise each patch passes an MLP with one hidden layer.
     """
 
     shuffle: int = 0
+    pool: int = 0
     activation: Activation = "gelu"
     bias: bool = True
 
     def num_vectors(self, side: int) -> int:
         """Return the number of vectors of an image with `side` x `side` patches."""
-        return (side // max(self.shuffle, 1)) ** 2
+        return (side // max(self.shuffle, self.pool, 1)) ** 2
+
+
+@dataclass(frozen=True)
+class AnyResolution:
+    """Images as grids of tiles, besides one tile of the complete image."""
+
+    grids: tuple[tuple[int, int], ...]  # rows and columns of tiles
+    max_tiles: int = 9  # larger grids are resized to about the patches of so many tiles
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,9 @@ class VisionLanguageConfig(DecoderConfig):
     tower: TowerSizes = TowerSizes()
     connector: ConnectorSizes = ConnectorSizes()
     image_token: int = 0  # the placeholder of an image vector in prompts
+    any_resolution: AnyResolution | None = None  # None: an image or a tile has a fixed number of vectors
+    borders: tuple[int, ...] = ()  # the tokens before and after the vectors of an image; the first marks it in texts
+    sees_ahead: bool = False  # the vectors of an image see each other both ways, in all layers
     sections: tuple[int, ...] = ()  # M-RoPE: frequencies of time, height and width; (): positions have one axis
     interleaved: bool = False  # the frequencies of the axes alternate; False: they are in blocks
     model_type: str = "smolvlm"
@@ -99,6 +111,11 @@ class VisionLanguageConfig(DecoderConfig):
     def vectors_per_tile(self) -> int:
         """Return the number of placeholders of an image, or of a tile of one."""
         return self.connector.num_vectors(self.tower.side)
+
+    @property
+    def places_per_tile(self) -> int:
+        """Return the largest number of placeholders per tile. Images of any resolution also have the ends of rows."""
+        return self.vectors_per_tile + (0 if self.any_resolution is None else self.tower.side)
 
     def draft_head_config(self, num_layers: int = 1, **changes) -> Any:
         """Return the config of a draft head with layers like those of the text model."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from specjax.models import layers as L
@@ -33,6 +35,23 @@ class ShuffleConnector(nnx.Module):
         return self.proj(join_blocks(x, self.side, self.scale))
 
 
+class PoolConnector(nnx.Module):
+    """Averages of blocks of patches, normalised and mapped by one matrix (Gemma 3)."""
+
+    def __init__(self, c: VisionLanguageConfig, *, rngs: nnx.Rngs):
+        self.side, self.scale = c.tower.side, c.connector.pool
+        self.norm = L.RMSNorm(c.tower.width, c.tower.norm_eps, dtype=c.dtype)
+        self.kernel = nnx.Param(
+            jax.random.normal(rngs.params(), (c.tower.width, c.width), c.dtype) * c.tower.width**-0.5
+        )
+
+    def __call__(self, x: Array) -> Array:
+        """Return the vectors [P, D] of an image with patches [S, W]."""
+        blocks = join_blocks(x, self.side, self.scale).reshape(-1, self.scale**2, x.shape[-1])
+        mean = jnp.mean(blocks.astype(jnp.float32), 1).astype(x.dtype)
+        return L.matmul(self.norm(mean), self.kernel[...].T)
+
+
 class HiddenConnector(nnx.Module):
     """An MLP with one hidden layer over each patch (LLaVA)."""
 
@@ -41,6 +60,8 @@ class HiddenConnector(nnx.Module):
         self.up = L.Linear(c.tower.width, c.width, bias=bias, dtype=c.dtype, rngs=rngs)
         self.down = L.Linear(c.width, c.width, bias=bias, dtype=c.dtype, rngs=rngs)
         self.act = activation_of(c.connector.activation)
+        has_rows = c.any_resolution is not None
+        self.row_end = nnx.Dict(vector=nnx.Param(jnp.zeros((c.width,), c.dtype))) if has_rows else None
 
     def __call__(self, x: Array) -> Array:
         """Return the vectors [P, D] of an image with patches [S, W]."""
@@ -51,4 +72,6 @@ def make_connector(c: VisionLanguageConfig, rngs: nnx.Rngs) -> nnx.Module:
     """Create the connector of a model."""
     if c.tower.merge:
         return (DeepConnector if c.tower.deep_layers else MergeConnector)(c, rngs=rngs)
+    if c.connector.pool:
+        return PoolConnector(c, rngs=rngs)
     return ShuffleConnector(c, rngs=rngs) if c.connector.shuffle else HiddenConnector(c, rngs=rngs)

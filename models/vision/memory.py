@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
+from specjax.models.vision.anyres import CORNERS, Samples
 from specjax.models.vision.config import VisionLanguageConfig
 from specjax.models.vision.grids import UNUSED, GridImages, PromptPatches, grid_images
 from specjax.numerics.validation import check_integer
@@ -25,6 +27,7 @@ class Images(NamedTuple):
     pixels: Array  # float32[B, N, C, H, W]
     patches: Array  # bool[B, N, H / p, W / p], the patches that are not padding; none in tiles without an image
     places: Array  # int32[B, P], the position of each vector in the prompt, or UNUSED
+    samples: Samples | None = None  # [B, P, ..], the patches of each vector; None: those of the connector, in order
 
 
 class PromptImages(NamedTuple):
@@ -32,6 +35,7 @@ class PromptImages(NamedTuple):
 
     pixels: np.ndarray  # float32[n, C, H, W]
     mask: np.ndarray | None = None  # bool[n, H, W], the pixels that are not padding; None: all
+    samples: Samples | None = None  # [P, ..], for images of any resolution
 
 
 def images(
@@ -74,21 +78,42 @@ def images(
     pixels = np.zeros((len(rows), count, *shape), np.float32)
     side = config.tower.side
     patches = np.zeros((len(rows), count, side, side), bool)
-    places = np.full((len(rows), count * config.vectors_per_tile), UNUSED, np.int32)
+    places = np.full((len(rows), count * config.places_per_tile), UNUSED, np.int32)
+    samples = None
+    if config.any_resolution is not None:
+        samples = Samples(*(np.zeros((*places.shape, CORNERS), kind) for kind in (np.int32, np.float32)))
     for row, (prompt, entry) in enumerate(zip(prompts, rows, strict=True)):
         at = np.flatnonzero(np.asarray(prompt) == config.image_token)
         number = len(entry.pixels)
-        if len(at) != number * config.vectors_per_tile:
+        if entry.samples is not None and samples is not None:
+            expected, vectors = len(entry.samples.sources), f"images of {len(entry.samples.sources)} vectors in all"
+        else:
+            expected = number * config.vectors_per_tile
+            vectors = f"{number} tiles of {config.vectors_per_tile} vectors each"
+        if len(at) != expected or (number and (entry.samples is None) != (samples is None)):
             raise UsageError(
-                f"prompt {row} has {len(at)} placeholders (token {config.image_token}) and {number} tiles of "
-                f"{config.vectors_per_tile} vectors each; encode it with the image processor of the model"
+                f"prompt {row} has {len(at)} placeholders (token {config.image_token}) and {vectors}; encode it with "
+                "the image processor of the model"
+            )
+        if entry.samples is not None and samples is not None:
+            samples.sources[row, : len(at)], samples.weights[row, : len(at)] = entry.samples
+        if config.sees_ahead and not _are_runs(at, config.vectors_per_tile):
+            raise UsageError(
+                f"the placeholders of an image in prompt {row} have other tokens between them, but its vectors see "
+                "each other; encode the prompt with the image processor of the model"
             )
         pixels[row, :number] = entry.pixels
         mask = np.ones((number, size, size), bool) if entry.mask is None else np.asarray(entry.mask, bool)
         inside = mask[:, : side * patch, : side * patch].reshape(number, side, patch, side, patch)
         patches[row, :number] = inside.any((2, 4))
         places[row, : len(at)] = at
-    return Images(jnp.asarray(pixels), jnp.asarray(patches), jnp.asarray(places))
+    return jax.tree.map(jnp.asarray, Images(pixels, patches, places, samples))
+
+
+def _are_runs(places: np.ndarray, size: int) -> bool:
+    """Return True if each image has `size` consecutive places."""
+    by_image = places.reshape(-1, size)
+    return bool((np.diff(by_image, axis=1) == 1).all())
 
 
 def _count(num_tiles: int | None, numbers: Sequence[int]) -> int:
@@ -120,10 +145,10 @@ def check_fit(config: VisionLanguageConfig, inputs: PyTree) -> None:
         _check_patches(config, inputs)
         return
     tower, num_tiles = config.tower, inputs.pixels.shape[1]
-    shape, places = (tower.channels, tower.image_size, tower.image_size), num_tiles * config.vectors_per_tile
+    shape, places = (tower.channels, tower.image_size, tower.image_size), num_tiles * config.places_per_tile
     if inputs.pixels.shape[2:] != shape or inputs.places.shape[1] != places:
         raise UsageError(
-            f"{config.name} reads images of {' x '.join(map(str, shape))} numbers as {config.vectors_per_tile} vectors "
+            f"{config.name} reads images of {' x '.join(map(str, shape))} numbers as {config.places_per_tile} vectors "
             f"each, and these have {' x '.join(map(str, inputs.pixels.shape[2:]))} and "
             f"{inputs.places.shape[1] // num_tiles}; choose a draft model with the image tower of the target"
         )
@@ -167,7 +192,7 @@ def _as_tiles(
             f"the tiles of prompt {row} have the shape {list(np.shape(tiles.pixels))}, which must be "
             f"[tiles, {', '.join(map(str, shape))}] with one mask each"
         )
-    return PromptImages(pixels, tiles.mask)
+    return PromptImages(pixels, tiles.mask, tiles.samples)
 
 
 class ImagePositions(NamedTuple):

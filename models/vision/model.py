@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from specjax.arrays import texts
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.decoder import Decoder
@@ -19,6 +20,7 @@ from specjax.models.vision.config import VisionLanguageConfig
 from specjax.models.vision.connectors import make_connector
 from specjax.models.vision.grid_tower import GridTower
 from specjax.models.vision.grids import GridImages
+from specjax.models.vision.look_ahead import look_ahead, with_images
 from specjax.models.vision.memory import ImageMemory, ImagePositions, Images
 from specjax.models.vision.tower import ImageTower
 from specjax.types import Appended, Array, Mixture, Output, PyTree, Stream
@@ -48,7 +50,9 @@ class ImageDecoder(Decoder):
             axes = ImagePositions(images.rotary, images.ends, images.shifts)
         else:
             values, extent, axes = images.pixels, images.patches, None
-        count = images.places.shape[1] // extent.shape[1]
+        samples = None if isinstance(images, GridImages) else images.samples
+        rows, tiles = extent.shape[:2]
+        count = images.places.shape[1] // tiles if samples is None else self.config.vectors_per_tile
 
         def read_tiles(state: PyTree, values: Array, extent: Array) -> Array:
             def read_tile(tile: tuple[Array, Array]) -> Array:
@@ -64,8 +68,11 @@ class ImageDecoder(Decoder):
             return jax.lax.map(read_any, flat).reshape(rows, tiles, levels, count, width)
 
         read = read_tiles if layout is None else functools.partial(layout.map_tiles, read_tiles)
-        vectors = read(state, values, extent).swapaxes(1, 2).reshape(-1, levels, images.places.shape[1], width)
-        return ImageMemory(vectors[:, 0], images.places, axes, vectors[:, 1:] if levels > 1 else None)
+        by_level = read(state, values, extent).swapaxes(1, 2).reshape(rows, levels, tiles * count, width)
+        vectors, deep = by_level[:, 0], by_level[:, 1:] if levels > 1 else None
+        if samples is not None:
+            vectors = samples.apply(vectors, self.connector.row_end["vector"][...])
+        return ImageMemory(vectors, images.places, axes, deep)
 
     def __call__(
         self, tokens: Array | Mixture | Stream | Appended, cache: Any, *, positions: Array, mask: Array, **options: Any
@@ -75,6 +82,9 @@ class ImageDecoder(Decoder):
         Args:
           cache: a `ConditionedCache`.
           options: those of `Decoder`.
+
+        If the vectors of an image see each other, a chunk of a text also reads the rest of an image that it cuts in
+        two. Such a chunk has the constant mask of `texts.causal_mask`.
         """
         if cache.memory is not None and not isinstance(tokens, Stream):
             embed = functools.partial(self.embed_tokens, layout=options.get("layout"))
@@ -86,7 +96,16 @@ class ImageDecoder(Decoder):
         if cache.memory is not None and self.config.sections:
             rotary = cache.memory.rotary(positions, self.config.frequency_axes)
             options["settings"] = self.config.attention_settings(rotary)
-        return super().__call__(tokens, cache.text, positions=positions, mask=mask, **options)
+        run = functools.partial(super().__call__, cache=cache.text, **options)
+        if cache.memory is None or not self.config.sees_ahead:
+            return run(tokens, positions=positions, mask=mask)
+        count, earlier = self.config.vectors_per_tile, options.get("earlier")
+        keys = positions if earlier is None else jnp.concatenate([earlier.positions, positions], 1)
+        visible = with_images(mask, positions, keys, cache.memory, count)
+        if not texts.is_causal(mask):
+            return run(tokens, positions=positions, mask=visible)
+        output, pending = look_ahead(run, tokens.values, positions, visible, cache.memory, count)
+        return output._replace(logits=self.predict(output.hidden, options.get("layout"))), pending
 
 
 class AddingBlock(nnx.Module):

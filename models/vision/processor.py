@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 
 from specjax.errors import UsageError, optional_import
 from specjax.files.untrusted import QUOTED, first_line, quote, shorten
+from specjax.models.vision import anyres
 from specjax.models.vision.config import VisionLanguageConfig
 from specjax.models.vision.grids import PromptPatches
 from specjax.models.vision.memory import PromptImages, image_config
@@ -53,16 +55,16 @@ class ImageProcessor(NamedTuple):
 
         The text has the placeholder once for each picture. If it has none, the pictures come in a line before the text.
         """
-        ids, name = self.tokenizer.encode(text), self.tokenizer.vocab[self.config.image_token]
-        if pictures and self.config.image_token not in ids:
+        ids, name = self.tokenizer.encode(text), self.tokenizer.vocab[self.mark]
+        if pictures and self.mark not in ids:
             ids = self.tokenizer.encode(f"{name * len(pictures)}\n{text}")
         return self.expand(ids, pictures)
 
     def expand(self, ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[list[int], Tiles | None]:
         """Replace the placeholder of each picture by those of all its vectors, and prepare the pictures."""
-        count = list(ids).count(self.config.image_token)
+        count = list(ids).count(self.mark)
         if count != len(pictures):
-            name = quote(self.tokenizer.vocab[self.config.image_token])
+            name = quote(self.tokenizer.vocab[self.mark])
             raise UsageError(
                 f"the prompt has {count} times the placeholder {name} for {len(pictures)} images; use a chat template "
                 "with images, or write the placeholder once per image in a prompt without the template"
@@ -70,8 +72,22 @@ class ImageProcessor(NamedTuple):
         tiles, grids = self._prepare([open_picture(picture) for picture in pictures])
         write: Callable[..., list[int]] = FORMS[self.config.model_type]
         parts = iter([write(self, *grid) for grid in grids])
-        expanded = [i for token in ids for i in (next(parts) if token == self.config.image_token else [token])]
-        return expanded, tiles
+        expanded = [i for token in ids for i in (next(parts) if token == self.mark else [token])]
+        return (self._join_lines(expanded) if self.config.borders else expanded), tiles
+
+    @property
+    def mark(self) -> int:
+        """Return the token that stands for a picture in a text."""
+        return (*self.config.borders, self.config.image_token)[0]
+
+    def _join_lines(self, ids: Sequence[int]) -> list[int]:
+        """Encode line breaks again that follow each other, because a tokenizer has one token for several."""
+        joined: list[int] = []
+        for is_break, group in itertools.groupby(ids, key=lambda i: {*self.tokenizer.vocab[i]} == {"\n"}):
+            run = list(group)
+            text = "".join(self.tokenizer.vocab[i] for i in run)
+            joined += self.tokenizer.encode(text, special=False) if is_break and len(run) > 1 else run
+        return joined
 
     def _prepare(self, pictures: list[Any]) -> tuple[Tiles | None, list[tuple[int, int]]]:
         """Return the tiles of pictures, and the rows and columns of each.
@@ -81,12 +97,14 @@ class ImageProcessor(NamedTuple):
         if not pictures:
             return None, []
         is_split = self.config.connector.shuffle > 0
+        is_nested = self.config.any_resolution is not None
         try:
             with _quiet():
                 if is_split:
                     result = self.process([pictures], return_tensors="np", return_row_col_info=True)
                 else:
-                    result = self.process(pictures, return_tensors="np")
+                    # The processor cuts an image into tiles only if it is alone in its list.
+                    result = self.process([pictures] if is_nested else pictures, return_tensors="np")
         except Exception as error:  # many kinds: the settings of the processor are those of a file
             raise UsageError(
                 f"the image processor of {self.config.name} fails ({shorten(first_line(error), QUOTED)}); check its "
@@ -101,6 +119,14 @@ class ImageProcessor(NamedTuple):
         if self.config.tower.merge:
             sizes = np.asarray(result["image_grid_thw"])
             return PromptPatches(values, sizes), [(int(rows), int(columns)) for _, rows, columns in sizes]
+        if is_nested:
+            tiles, counts = self._sample(values, pictures)
+            return tiles, [(count, 1) for count in counts]
+        if not is_split and len(values) != len(pictures):
+            raise UsageError(
+                f"the image processor of {self.config.name} cuts images into crops, which specjax does not support; "
+                "set do_pan_and_scan to false in its preprocessor_config.json"
+            )
         if not is_split:
             return PromptImages(values), [(0, 0)] * len(pictures)
         mask = None  # a processor that pads no image returns none
@@ -108,6 +134,29 @@ class ImageProcessor(NamedTuple):
             mask = np.asarray(result["pixel_attention_mask"])[0].astype(bool)
         grids = [(int(rows), int(columns)) for rows, columns in zip(result["rows"][0], result["cols"][0], strict=True)]
         return PromptImages(values[0], mask), grids
+
+    def _sample(self, values: np.ndarray, pictures: Sequence[Any]) -> tuple[PromptImages, list[int]]:
+        """Return the tiles of images of any resolution, and the number of vectors of each."""
+        sizes, tower = self.config.any_resolution, self.config.tower
+        assert sizes is not None
+        if len(pictures) > 1:
+            grids = [None] * len(pictures)
+        else:
+            grids = [anyres.best_grid(p.height, p.width, tower.image_size, sizes.grids) for p in pictures]
+        counts = [1 if grid is None else 1 + grid[0] * grid[1] for grid in grids]
+        if values.shape[:2] != (len(pictures), max(counts)):
+            raise UsageError(
+                f"the image processor of {self.config.name} returns {list(values.shape[:2])} tiles, and its "
+                f"config.json needs {[len(pictures), max(counts)]}; download both files again"
+            )
+        samples = [
+            anyres.sample_tile(tower.side, i * tower.side**2)
+            if grid is None
+            else anyres.sample_grid(picture.height, picture.width, grid, tower.side, 0, sizes)
+            for i, (picture, grid) in enumerate(zip(pictures, grids, strict=True))
+        ]
+        pixels = values.reshape(-1, *values.shape[2:])
+        return PromptImages(pixels, samples=anyres.join(samples)), [len(part.sources) for part in samples]
 
     def _token(self, name: str) -> int:
         """Return the id of a token. Raises: UsageError if the vocabulary lacks it."""
@@ -146,13 +195,27 @@ def _write_image(processor: ImageProcessor, rows: int, columns: int) -> list[int
     return [processor.config.image_token] * processor.config.vectors_per_tile
 
 
+def _write_vectors(processor: ImageProcessor, rows: int, columns: int) -> list[int]:
+    """Return the ids of an image with this number of vectors: only placeholders."""
+    return [processor.config.image_token] * (rows * columns)
+
+
+def _write_bordered(processor: ImageProcessor, rows: int, columns: int) -> list[int]:
+    """Return the ids of an image of Gemma 3: its vectors between two borders, in a paragraph of its own."""
+    start, end = processor.config.borders
+    paragraph = processor.tokenizer.encode("\n\n", special=False)
+    return [*paragraph, start, *_write_image(processor, rows, columns), end, *paragraph]
+
+
 def _write_grid(processor: ImageProcessor, rows: int, columns: int) -> list[int]:
     """Return the ids of an image of any size: a placeholder for each block of patches."""
     return [processor.config.image_token] * (rows * columns // processor.config.tower.merge**2)
 
 
-FORMS = {"smolvlm": _write_tiles, "idefics3": _write_tiles, "llava": _write_image, "qwen2_vl": _write_grid}
-FORMS |= dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), _write_grid)
+FORMS = {
+    "smolvlm": _write_tiles, "idefics3": _write_tiles, "llava": _write_image, "qwen2_vl": _write_grid,
+    "gemma3": _write_bordered, "llava_onevision": _write_vectors, "qwen2_5_vl": _write_grid, "qwen3_vl": _write_grid,
+}  # fmt: skip
 """The text of an image by `model_type`."""
 
 

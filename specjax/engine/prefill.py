@@ -156,10 +156,12 @@ def catch_up(
 def _text(model: Model, batch: int, size: int) -> tuple[Any, Any]:
     """Return the mask bool[B, T, T] and the path int32[B, T] of a text.
 
-    Both are constants for models that read texts in a form of their own. The path is one for all models of
-    `specjax.models`, whose commit then writes the tokens without a gather. Other models get arrays.
+    Both are constants for models that read texts in a form of their own, and the mask also for those that see ahead.
+    The path is one for all models of `specjax.models`, whose commit then writes the tokens without a gather. Other
+    models get arrays.
     """
     mask, path = texts.causal_mask(batch, size), texts.in_order(batch, size)
     if model.capabilities.reads_in_order:
         return mask, path
-    return texts.traced_mask(mask), path if model.config is not None else jnp.asarray(path)
+    mask = mask if model.capabilities.sees_ahead else texts.traced_mask(mask)
+    return mask, path if model.config is not None else jnp.asarray(path)

@@ -24,7 +24,15 @@ from specjax.models.loading.families.hybrid import (
 )
 from specjax.models.loading.families.latent import deepseek, deepseek_gguf
 from specjax.models.loading.families.seq2seq import bart, t5, whisper
-from specjax.models.loading.families.vision import idefics, llava, qwen2_5_vl, qwen2_vl, qwen3_vl
+from specjax.models.loading.families.vision import (
+    gemma3_vision,
+    idefics,
+    llava,
+    onevision,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_vl,
+)
 from specjax.models.seq2seq.config import BartConfig, T5Config, WhisperConfig
 from specjax.models.vision.config import VisionLanguageConfig
 
@@ -42,7 +50,7 @@ HYBRIDS = (
     deepseek,
     deepseek_gguf,
 )
-VISION = (idefics, llava, qwen2_vl, qwen2_5_vl, qwen3_vl)
+VISION = (idefics, llava, qwen2_vl, qwen2_5_vl, qwen3_vl, gemma3_vision, onevision)
 FAMILIES = (llama, gemma3, llada, *HYBRIDS, t5, bart, whisper, *VISION)
 
 _MAMBA_1 = "its Mamba-1 layers have a decay for each channel and state, so one pass cannot verify a token tree"
@@ -75,6 +83,11 @@ def by_config(config: Config) -> ModuleType:
 def by_hf(kind: str, where: str) -> ModuleType:
     """Return the family of a Hugging Face `model_type`."""
     return _find("HF_TYPES", kind, where)
+
+
+def with_images(kind: str) -> ModuleType | None:
+    """Return the family of a Hugging Face `model_type` that reads images, if another one reads its text alone."""
+    return next((family for family in VISION if kind in family.HF_TYPES and kind in gemma3.HF_TYPES), None)
 
 
 def by_gguf(kind: str, where: str) -> ModuleType:

@@ -95,18 +95,21 @@ def _generation_fields(folder: Path, kind: Any) -> dict[str, Any]:
 
 
 def read(
-    folder: Path, fields: ConfigFields | None = None, *, without: Callable[[str], bool] = lambda name: False, **options
-) -> Checkpoint:
+    folder: Path, fields: ConfigFields | None = None, *, without: Callable[[str], bool] = lambda name: False,
+    reads_images: bool = False, **options,
+) -> Checkpoint:  # fmt: skip
     """Parse a folder.
 
     Args:
       fields: its config, which records what is read; None: it is read from the folder.
       without: names of tensors that are not part of the language model.
+      reads_images: True to read the image tower of a model whose text is also a model of its own, if it is there.
       options: dtype, cache_dtype, name, and those of `storage_options`.
     """
     fields = fields or read_config(folder)
-    parsed, stored = parse_config(fields, **options)
     method = method_of(fields, folder)
+    reads_images = reads_images and method is None and _has_tower(folder, fields)
+    parsed, stored = parse_config(fields, reads_images=reads_images, **options)
     items = maxtext.find_orbax_folder(folder)
     if items is not None:
         if method is not None:
@@ -134,6 +137,14 @@ def read(
         parsed = _resolve_tied_head(folder, parsed, tensors, stored)
     spare = _unused(parsed) | (frozenset() if method is None else zero_biases(tensors))
     return Checkpoint(folder, parsed, tensors, stored, spare.__contains__, native)
+
+
+def _has_tower(folder: Path, fields: ConfigFields) -> bool:
+    """Return True if the text of a model can be read alone, and its image tower is in the files too."""
+    family = registry.with_images(fields.text("model_type", "unnamed"))
+    if family is None or not fields.has("vision_config") or maxtext.find_orbax_folder(folder) is not None:
+        return False
+    return any(name.startswith(family.TOWER) for file in weight_files(folder) for name in read_tensors(file))
 
 
 def _unused(config: Config) -> frozenset[str]:
@@ -201,14 +212,16 @@ def _resolve_tied_head(
     return config
 
 
-def parse_config(fields: ConfigFields, **options) -> tuple[Config, dict[str, StoredTensor]]:
+def parse_config(
+    fields: ConfigFields, *, reads_images: bool = False, **options
+) -> tuple[Config, dict[str, StoredTensor]]:
     """Return the config, and the stored tensors by parameter path, for the fields of a config.json.
 
-    `options`: those of `read`.
+    The arguments are those of `read`.
     """
     fields = denoisers.to_base_family(fields)
     kind = fields.text("model_type", "unnamed")
-    family = registry.by_hf(kind, fields.where)
+    family = (registry.with_images(kind) if reads_images else None) or registry.by_hf(kind, fields.where)
     parsed = family.config_from_hf(fields, **options)
     return parsed, family.stored_hf(parsed, kind)
 

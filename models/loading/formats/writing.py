@@ -23,6 +23,7 @@ from specjax.models.loading.formats.module_copies import copy_module
 from specjax.models.loading.tensors.assembly import Checkpoint, Parameter, StoredTensor, list_parameters
 from specjax.models.loading.tokenizers import writing
 from specjax.models.loading.tokenizers.tokenizer import Tokenizer
+from specjax.models.vision.config import VisionLanguageConfig
 from specjax.numerics.quantized_array import QuantizedArray, WeightFormat
 from specjax.types import Target
 
@@ -106,7 +107,8 @@ def check_model_writable(target: Target) -> dict[str, Any]:
             f"{target.model.name} is sharded over a mesh that repeats some of its heads; save it from one device"
         )
     fields = registry.by_config(config).config_to_hf(config)
-    parsed = hf.parse_config(ConfigFields(fields, config.name), dtype=config.dtype)[0]
+    reads_images = isinstance(config, VisionLanguageConfig)
+    parsed = hf.parse_config(ConfigFields(fields, config.name), dtype=config.dtype, reads_images=reads_images)[0]
     parsed = dataclasses.replace(parsed, max_positions=config.max_positions)  # a limit: YaRN's is stated by its factor
     differing = [name for name, value in _stored_fields(config).items() if getattr(parsed, name) != value]
     if differing:

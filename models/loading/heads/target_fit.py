@@ -21,6 +21,7 @@ from specjax.models.loading.families.config_fields import LAYERS, ConfigFields
 from specjax.models.loading.heads.checkpoint_contents import Contents, Tensors
 from specjax.models.loading.tensors.tensors import TensorLocation, read_rows
 from specjax.models.storage.format_names import describe_formats
+from specjax.models.vision.config import VisionLanguageConfig
 from specjax.types import Array, Target
 
 FAMILIES = {
@@ -51,6 +52,8 @@ def target_spec(target: Target) -> TargetSpec:
     family = None
     if isinstance(config, Gemma3Config):
         family = "gemma3" if config.qk_norm else "gemma2"
+    elif isinstance(config, VisionLanguageConfig) and config.text_type == "gemma3_text":
+        family = "gemma3"
     elif isinstance(config, LlamaConfig):
         kind = llama.model_type_of(config)
         family = kind if kind in FAMILIES.values() else "llama"

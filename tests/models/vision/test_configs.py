@@ -7,7 +7,7 @@ from image_models import TEXT, TOWER
 from specjax import UsageError
 from specjax.models.loading.families.config_fields import ConfigFields
 from specjax.models.loading.families.unread_fields import describe_unread
-from specjax.models.loading.families.vision import idefics, llava, qwen2_5_vl, qwen2_vl, qwen3_vl
+from specjax.models.loading.families.vision import gemma3_vision, idefics, llava, qwen2_5_vl, qwen2_vl, qwen3_vl
 
 transformers = pytest.importorskip("transformers")
 
@@ -42,6 +42,24 @@ def test_sparse_configs_of_llava(tower):
     assert (sizes.mlp_width, sizes.norm_eps) == (vision.intermediate_size, vision.layer_norm_eps)
     assert sizes.num_layers + sizes.spare_layers == vision.num_hidden_layers
     assert sizes.num_layers == vision.num_hidden_layers + 1 + theirs.vision_feature_layer
+
+
+@pytest.mark.parametrize("tower", [{}, TOWER | {"image_size": 64}])
+def test_sparse_configs_of_gemma3(tower):
+    text = {"vocab_size": 262_208, "hidden_size": 16, "num_hidden_layers": 1, "model_type": "gemma3_text"}
+    fields = {"text_config": text, "vision_config": {"model_type": "siglip_vision_model", **tower}}
+    fields |= {} if tower else {"mm_tokens_per_image": 49}
+    ours, theirs = parsed(gemma3_vision, {"model_type": "gemma3"} | fields), transformers.Gemma3Config(**fields)
+    vision = theirs.vision_config
+    assert ours.vectors_per_tile == theirs.mm_tokens_per_image
+    assert (ours.image_token, *ours.borders) == (theirs.image_token_id, theirs.boi_token_id, theirs.eoi_token_id)
+    assert (ours.tower.width, ours.tower.num_layers, ours.tower.mlp_width, ours.tower.image_size) == (
+        vision.hidden_size, vision.num_hidden_layers, vision.intermediate_size, vision.image_size
+    )  # fmt: skip
+    assert ours.tower.norm_eps == vision.layer_norm_eps and ours.scales_embedding and ours.tied
+    wrong = fields | {"mm_tokens_per_image": 25}
+    with pytest.raises(UsageError, match="has mm_tokens_per_image 25, which must be the square of a number that"):
+        parsed(gemma3_vision, {"model_type": "gemma3"} | wrong)
 
 
 def test_sparse_configs_of_qwen2_vl():

@@ -132,22 +132,27 @@ def _text_part(config: VisionLanguageConfig) -> LlamaConfig:
 
 def to_hf(config: VisionLanguageConfig) -> dict[str, Any]:
     """Return the fields of a config.json that describe text model and tower."""
-    text, tower = llama.config_to_hf(_text_part(config)), config.tower
-    names = {activation: name for name, activation in ACTIVATIONS.items()}
+    text = llama.config_to_hf(_text_part(config))
     return {
         "model_type": config.model_type,
         "text_config": text | {"model_type": config.text_type},
         "tie_word_embeddings": config.tied,
         "torch_dtype": config.dtype,
-        "vision_config": {
-            "hidden_size": tower.width,
-            "num_attention_heads": tower.num_heads,
-            "num_hidden_layers": tower.num_layers + tower.spare_layers,
-            "intermediate_size": tower.mlp_width,
-            "image_size": tower.image_size,
-            "patch_size": tower.patch_size,
-            "num_channels": tower.channels,
-            "layer_norm_eps": tower.norm_eps,
-            "hidden_act": names[tower.activation],
-        },
+        "vision_config": tower_to_hf(config.tower),
+    }
+
+
+def tower_to_hf(tower: TowerSizes) -> dict[str, Any]:
+    """Return the fields of a vision_config."""
+    names = {activation: name for name, activation in ACTIVATIONS.items()}
+    return {
+        "hidden_size": tower.width,
+        "num_attention_heads": tower.num_heads,
+        "num_hidden_layers": tower.num_layers + tower.spare_layers,
+        "intermediate_size": tower.mlp_width,
+        "image_size": tower.image_size,
+        "patch_size": tower.patch_size,
+        "num_channels": tower.channels,
+        "layer_norm_eps": tower.norm_eps,
+        "hidden_act": names[tower.activation],
     }

@@ -46,7 +46,7 @@ def config_from_hf(hf: ConfigFields, **options) -> VisionLanguageConfig:
         raise UsageError(f"{hf.where} has the image tower {quote(kind)}, which specjax does not support (only CLIP)")
     vision = vision.with_defaults(CLIP_FIELDS if vision.values else TOWER_FIELDS)
     layers = vision.size("num_hidden_layers")
-    taken = _taken_layers(hf, layers)
+    taken = taken_layers(hf, layers, -2, "default")
     tower = common.tower_sizes(
         vision, num_layers=taken, spare_layers=layers - taken, class_vector=True, input_norm=True, output_norm=False,
         patch_bias=False,
@@ -66,35 +66,39 @@ def config_from_hf(hf: ConfigFields, **options) -> VisionLanguageConfig:
     )
 
 
-def _taken_layers(hf: ConfigFields, layers: int) -> int:
-    """Return the number of layers of the tower that run. Raises: UsageError for other outputs than one layer's."""
-    layer, strategy = hf.value("vision_feature_layer"), hf.text("vision_feature_select_strategy", "default")
-    layer = -2 if layer is None else layer
+def taken_layers(hf: ConfigFields, layers: int, default: int, supported: str) -> int:
+    """Return the number of layers of the tower that run. Raises: UsageError for other outputs than one layer's.
+
+    default: the layer of a config that states none. supported: the only selection of vectors that exists.
+    """
+    layer, strategy = hf.value("vision_feature_layer"), hf.text("vision_feature_select_strategy", supported)
+    layer = default if layer is None else layer
     if type(layer) is not int or not -layers - 1 <= layer <= layers:
         raise UsageError(
             f"{hf.where} has vision_feature_layer {quote(layer)}, which must be one layer of the {layers} of its tower"
         )
-    if strategy != "default":
+    if strategy != supported:
         raise UsageError(
             f"{hf.where} has vision_feature_select_strategy {quote(strategy)}, which specjax does not support (only "
-            "default)"
+            f"{supported})"
         )
     return layer % (layers + 1)
 
 
 def stored_hf(config: VisionLanguageConfig, kind: str) -> dict[str, StoredTensor]:
     """Map parameter paths to tensors of a Hugging Face checkpoint."""
-    return {**common.text_names(config, "model."), **_image_names(PREFIXES[0], PROJECTORS[0])}
+    return {**common.text_names(config, "model."), **image_names(PREFIXES[0], PROJECTORS[0])}
 
 
 def variant_hf(config: VisionLanguageConfig, names: Collection[str]) -> dict[str, StoredTensor]:
     """Map the paths of tower and connector in a file of another version of transformers."""
     prefix = next((p for p in PREFIXES if f"{p}embeddings.class_embedding" in names), PREFIXES[0])
     projector = next((p for p in PROJECTORS if f"{p}linear_1.weight" in names), PROJECTORS[0])
-    return _image_names(prefix, projector)
+    return image_names(prefix, projector)
 
 
-def _image_names(prefix: str, projector: str) -> dict[str, StoredTensor]:
+def image_names(prefix: str, projector: str) -> dict[str, StoredTensor]:
+    """Map the paths of tower and connector to names with these beginnings."""
     parts = {"up": "linear_1", "down": "linear_2"}
     connector = {
         f"connector.{part}.{kind}": StoredTensor(f"{projector}{name}.{kind}")
