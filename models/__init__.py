@@ -2,6 +2,7 @@
 
 from specjax.models.bridge import abstract_params, init_params, make_model
 from specjax.models.gemma3 import Gemma3Config
+from specjax.models.image_tokens.chameleon import code_tokens
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading import Tokenizer, first_difference, load
 from specjax.models.loading.formats.llamagen import read_llamagen
@@ -20,6 +21,7 @@ __all__ = [
     "PromptPatches",
     "Tokenizer",
     "abstract_params",
+    "code_tokens",
     "first_difference",
     "guided",
     "images",

@@ -21,6 +21,7 @@ from specjax.models.gemma3 import Gemma3Config
 from specjax.models.hybrid import memory as hybrid_memory
 from specjax.models.hybrid.config import HybridConfig
 from specjax.models.hybrid.decoder import HybridDecoder
+from specjax.models.image_tokens.chameleon import ChameleonConfig
 from specjax.models.image_tokens.llamagen import LlamaGenConfig, LlamaGenDecoder
 from specjax.models.layers import run_layers
 from specjax.models.layout import Layout, shard_config
@@ -40,7 +41,8 @@ from specjax.numerics.same_bits import check_same_bits
 from specjax.types import Array, Capabilities, Model, PyTree
 
 CONFIGS = (
-    LlamaConfig, Gemma3Config, HybridConfig, T5Config, BartConfig, WhisperConfig, VisionLanguageConfig, LlamaGenConfig
+    LlamaConfig, Gemma3Config, HybridConfig, T5Config, BartConfig, WhisperConfig, VisionLanguageConfig, LlamaGenConfig,
+    ChameleonConfig,
 )  # fmt: skip
 Config = DecoderConfig
 

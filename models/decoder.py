@@ -30,6 +30,7 @@ from specjax.pallas_kernels.gumbel_topk.by_blocks import best_by_blocks
 from specjax.types import Appended, Array, Best, Mixture, Output, Stream
 
 UNLIMITED_WINDOW = 1 << 30  # a window wider than any text
+QK_LAYER_NORM_EPS = 1e-5  # no config states it
 
 C = TypeVar("C", bound="DecoderConfig")
 
@@ -56,6 +57,7 @@ class DecoderConfig:
     key_bias: bool = True  # with `qkv_bias`, keys have a bias too
     qk_norm: bool = False
     qk_norm_scope: Literal["head", "projection"] = "head"  # "projection": over all heads together
+    qk_layer_norm: bool = False  # q/k norms are layer norms of heads, and each head has a weight and a bias of its own
     norms: Literal["before", "after", "both"] = "before"  # position of the norms of a sublayer
     activation: Literal["silu", "gelu"] = "silu"  # "gelu": approximated by tanh
     window: int | None = None  # width of sliding-window attention
@@ -90,6 +92,8 @@ class DecoderConfig:
                 "per layer"
             )
 
+        if self.qk_layer_norm and self.same_bits:
+            raise SameBitsError(f"does not hold for {self.name}, because its layer norms have no reproducible form")
         if self.experts is not None:
             self.experts.check_groups(self.name)
             if self.experts.dense_layers:  # layers differ
@@ -139,7 +143,7 @@ class DecoderConfig:
             "norms": "before", "qk_norm_scope": "head", "is_global": None, "local_rope_base": None, "query_scale": None,
             "attention_softcap": None, "window": None if mixed else self.window, "mlp_widths": None,
             "experts": None, "keys_are_values": False, "value_norm": False, "out_bias": False, "sinks": False,
-            "latent": None,
+            "latent": None, "qk_layer_norm": False,
         }  # fmt: skip
         if self.latent is not None:  # heads cache keys and values
             uniform |= {"num_kv_heads": self.num_heads, "head_dim": self.latent.value_dim, "rotary_dim": None}
@@ -168,6 +172,7 @@ def make_attention(
     return L.Attention(
         c.width, c.num_heads, c.num_kv_heads, c.head_dim, fan_in=fan_in, bias=c.qkv_bias, key_bias=c.key_bias,
         qk_norm_eps=c.norm_eps if c.qk_norm else None, norms_heads=c.qk_norm_scope == "head", scale=c.query_scale,
+        head_layer_norm_eps=QK_LAYER_NORM_EPS if c.qk_layer_norm else None,
         softcap=c.attention_softcap, gated=c.attention_gate, same_bits=c.same_bits, joined="qkv" in c.joined,
         queries_only=queries_only, keys_are_values=c.keys_are_values, value_norm=c.value_norm,
         out_bias=c.out_bias, sinks=c.sinks, dtype=c.dtype, rngs=rngs,

@@ -109,6 +109,17 @@ class LayerNorm(nnx.Module):
         return (y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
+class HeadLayerNorm(LayerNorm):
+    """Layer norm of each head, whose weight and bias [heads * head_dim] differ from head to head."""
+
+    def __call__(self, x: Array) -> Array:
+        """Normalise queries or keys [B, T, H, h]."""
+        y = x.astype(jnp.float32)
+        y = divide_by_rms(y - jnp.mean(y, -1, keepdims=True), self.eps)
+        by_head = lambda part: part[...].astype(jnp.float32).reshape(x.shape[-2:])
+        return (y * by_head(self.weight) + by_head(self.bias)).astype(x.dtype)
+
+
 class GatedMLP(nnx.Module):
     """Gated feed-forward block: down(act(gate(x)) * up(x)).
 
@@ -233,7 +244,8 @@ class Attention(nnx.Module):
     def __init__(
         self, width, heads, kv_heads, head_dim, *, fan_in=None, bias=False, qk_norm_eps=None, norms_heads=True,
         scale=None, softcap=None, gated=False, same_bits=False, joined=False, queries_only=False,
-        keys_are_values=False, value_norm=False, out_bias=False, key_bias=True, sinks=False, dtype, rngs,
+        keys_are_values=False, value_norm=False, out_bias=False, key_bias=True, sinks=False,
+        head_layer_norm_eps=None, dtype, rngs,
     ):  # fmt: skip
         """Create the projections and norms.
 
@@ -248,6 +260,7 @@ class Attention(nnx.Module):
           out_bias: the projection of the output has a bias.
           key_bias: with `bias`, keys have a bias too; joined projections need it.
           sinks: each head has one more score in its softmax, whose weight is dropped.
+          head_layer_norm_eps: apply a `HeadLayerNorm` to queries and keys instead of `qk_norm_eps`.
         """
         fan_in = width if fan_in is None else fan_in
         linear = functools.partial(Linear, same_bits=same_bits, dtype=dtype, rngs=rngs)
@@ -261,9 +274,11 @@ class Attention(nnx.Module):
         self.output_gate = linear(fan_in, heads * head_dim) if gated else None
         self.o = linear(heads * head_dim, width, bias=out_bias)
         self.sinks = nnx.Param(jnp.zeros((heads,), dtype)) if sinks else None
-        has_norm = qk_norm_eps is not None
-        size = lambda heads: head_dim if norms_heads else heads * head_dim
-        norm = functools.partial(RMSNorm, eps=qk_norm_eps, dtype=dtype, same_bits=same_bits)
+        has_norm = qk_norm_eps is not None or head_layer_norm_eps is not None
+        size = lambda heads: head_dim if norms_heads and head_layer_norm_eps is None else heads * head_dim
+        norm: Callable[[int], Any] = functools.partial(RMSNorm, eps=qk_norm_eps, dtype=dtype, same_bits=same_bits)
+        if head_layer_norm_eps is not None:
+            norm = functools.partial(HeadLayerNorm, eps=head_layer_norm_eps, dtype=dtype)
         self.q_norm = norm(size(heads)) if has_norm else None
         self.k_norm = norm(size(kv_heads)) if has_norm and not queries_only else None
         self.value_eps = qk_norm_eps if value_norm else None

@@ -356,7 +356,8 @@ def kv_head_copies(config: Any, num_parts: int) -> int:
 
 def has_kv_head_rows(config: Any, part: str) -> bool:
     """Return True if the rows of a layer's `part` belong to key/value heads."""
-    return part in ("k", "v") or (part == "k_norm" and config.qk_norm_scope == "projection")
+    has_norm_by_head = config.qk_norm_scope == "projection" or config.qk_layer_norm
+    return part in ("k", "v") or (part == "k_norm" and has_norm_by_head)
 
 
 def repeat_kv_heads(params: PyTree, config: Any, copies: int) -> PyTree:

@@ -115,7 +115,7 @@ def check_layer_parallel(config: Any, mesh: Mesh, group: int | None = None) -> N
         raise UsageError(
             f"{config.name} has MLPs of different widths, which a layer-parallel model cannot stack; use specjax.shard"
         )
-    if model > 1 and config.qk_norm and config.qk_norm_scope == "projection":
+    if model > 1 and (config.qk_layer_norm or (config.qk_norm and config.qk_norm_scope == "projection")):
         raise UsageError(
             f"{config.name} normalises the queries of all heads together, which a layer-parallel model cannot split; "
             'set the axis "model" to 1, or use specjax.shard'

@@ -10,6 +10,8 @@ from specjax.processors.bad_words import bad_words
 from specjax.processors.bias import ban, bias
 from specjax.processors.by_place import by_place, forced_tokens
 from specjax.processors.constraint import constraint, following
+from specjax.processors.image_phases import image_phases
+from specjax.processors.lumina import LuminaLayout, LuminaTokens, lumina_layout
 from specjax.processors.min_length import min_length
 from specjax.processors.penalties.frequency import frequency
 from specjax.processors.penalties.presence import presence
@@ -18,6 +20,8 @@ from specjax.processors.timestamps import timestamps
 
 __all__ = [
     "Automaton",
+    "LuminaLayout",
+    "LuminaTokens",
     "bad_words",
     "ban",
     "bias",
@@ -26,7 +30,9 @@ __all__ = [
     "following",
     "forced_tokens",
     "frequency",
+    "image_phases",
     "json_schema",
+    "lumina_layout",
     "min_length",
     "presence",
     "regex",

@@ -56,6 +56,17 @@ def test_allowed_tokens_by_place():
         processors.forced_tokens(processors.ban([6]))
 
 
+def test_phases_of_images():
+    """An image of two codes begins in the prompt, and another one later."""
+    phases = processors.image_phases([1, 2], 5, 6, 2)  # the prompt ends with 5
+    text = [0, 3, 4, 5, 6, 7]
+    for new, allowed in (
+        ((), [1, 2]), ((1,), [1, 2]), ((1, 1), [6]), ((1, 1, 6), text), ((1, 1, 6, 3, 5), [1, 2]),
+        ((1, 1, 6, 3, 5, 2, 2), [6]),
+    ):  # fmt: skip
+        assert np.flatnonzero(np.isfinite(after(phases, new))).tolist() == allowed
+
+
 @pytest.mark.parametrize(
     "processor",
     [
@@ -84,6 +95,9 @@ def test_settings_that_change_nothing(processor):
         (lambda: processors.by_place([[1], []], [0]), "set 1 must be one or more token ids from 0"),
         (lambda: processors.by_place([3], [0]), "set 0 must be one or more token ids from 0, not 3"),
         (lambda: processors.by_place([[1, [2]]], [0]), "set 0 must be one or more token ids from 0"),
+        (lambda: processors.image_phases([], 1, 2, 3), "image_phases needs token ids from 0"),
+        (lambda: processors.image_phases([1], 1, 2, 3), "a begin and an end that differ and are no codes"),
+        (lambda: processors.image_phases([3], 1, 2, 0), "needs a count of at least 1"),
         (lambda: processors.by_place([[1]], [0, 1]), "places must be a list of numbers of the 1 sets"),
     ],
 )

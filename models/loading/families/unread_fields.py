@@ -41,7 +41,8 @@ GROUPS = {
     "inputs other than text": """
         boi_token_id boi_token_index eoi_token_id eoi_token_index image_token_id image_token_index mm_tokens_per_image
         multimodal_projector_bias projector_hidden_act spatial_merge_size video_token_id vision_config
-        vision_end_token_id vision_feature_layer vision_feature_select_strategy vision_start_token_id""",
+        vision_end_token_id vision_feature_layer vision_feature_select_strategy vision_start_token_id
+        vocabulary_map vq_config""",
     "facts that the tensors show, or about training, also in GGUF files and nested objects": """
         attention.value_length finetuned rope.scaling.finetuned tensor_data_layout vocab_size""",
 }

@@ -106,7 +106,12 @@ def check_model_writable(target: Target) -> dict[str, Any]:
         raise UsageError(
             f"{target.model.name} is sharded over a mesh that repeats some of its heads; save it from one device"
         )
-    fields = registry.by_config(config).config_to_hf(config)
+    family = registry.by_config(config)
+    if not hasattr(family, "config_to_hf"):
+        raise UsageError(
+            f"{config.name} cannot be saved, because parts of its files for images are not loaded; keep them"
+        )
+    fields = family.config_to_hf(config)
     reads_images = isinstance(config, VisionLanguageConfig)
     parsed = hf.parse_config(ConfigFields(fields, config.name), dtype=config.dtype, reads_images=reads_images)[0]
     parsed = dataclasses.replace(parsed, max_positions=config.max_positions)  # a limit: YaRN's is stated by its factor
