@@ -2,7 +2,9 @@
 
 from specjax.models.bridge import abstract_params, init_params, make_model
 from specjax.models.gemma3 import Gemma3Config
+from specjax.models.image_tokens.captions import captions, unconditional_captions
 from specjax.models.image_tokens.chameleon import code_tokens
+from specjax.models.image_tokens.pixels import janus_pixels
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading import Tokenizer, first_difference, load
 from specjax.models.loading.formats.llamagen import read_llamagen
@@ -21,11 +23,13 @@ __all__ = [
     "PromptPatches",
     "Tokenizer",
     "abstract_params",
+    "captions",
     "code_tokens",
     "first_difference",
     "guided",
     "images",
     "init_params",
+    "janus_pixels",
     "load",
     "load_image_processor",
     "make_model",
@@ -36,4 +40,5 @@ __all__ = [
     "spectrograms",
     "storage_options",
     "unconditional",
+    "unconditional_captions",
 ]

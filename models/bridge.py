@@ -21,7 +21,10 @@ from specjax.models.gemma3 import Gemma3Config
 from specjax.models.hybrid import memory as hybrid_memory
 from specjax.models.hybrid.config import HybridConfig
 from specjax.models.hybrid.decoder import HybridDecoder
+from specjax.models.image_tokens import captions as image_captions
+from specjax.models.image_tokens.captions import CaptionConfig
 from specjax.models.image_tokens.chameleon import ChameleonConfig
+from specjax.models.image_tokens.janus import JanusConfig, JanusDecoder
 from specjax.models.image_tokens.llamagen import LlamaGenConfig, LlamaGenDecoder
 from specjax.models.layers import run_layers
 from specjax.models.layout import Layout, shard_config
@@ -42,7 +45,7 @@ from specjax.types import Array, Capabilities, Model, PyTree
 
 CONFIGS = (
     LlamaConfig, Gemma3Config, HybridConfig, T5Config, BartConfig, WhisperConfig, VisionLanguageConfig, LlamaGenConfig,
-    ChameleonConfig,
+    ChameleonConfig, JanusConfig, CaptionConfig,
 )  # fmt: skip
 Config = DecoderConfig
 
@@ -68,7 +71,8 @@ def abstract_module(config: Config) -> nnx.Module:
 def _decoder_class(config: Config) -> Any:
     classes: dict[type, Any] = {
         HybridConfig: HybridDecoder, T5Config: T5Model, WhisperConfig: WhisperModel, BartConfig: BartModel,
-        VisionLanguageConfig: vision_model.ImageDecoder, LlamaGenConfig: LlamaGenDecoder,
+        VisionLanguageConfig: vision_model.ImageDecoder, CaptionConfig: image_captions.CaptionDecoder,
+        LlamaGenConfig: LlamaGenDecoder, JanusConfig: JanusDecoder,
     }  # fmt: skip
     return next((module for kind, module in classes.items() if isinstance(config, kind)), Decoder)
 
@@ -111,6 +115,7 @@ def gear_form(config: Config, mesh: Mesh | None = None) -> GearForm | None:
         "same_bits is not shown for it": config.same_bits,
         "it has an encoder": isinstance(config, Seq2SeqConfig),
         "it reads images": isinstance(config, VisionLanguageConfig),
+        "it reads captions": isinstance(config, CaptionConfig),
         f"its heads of {config.head_dim} numbers do not fill whole bytes": config.head_dim * options["bits"] % 8 != 0,
         f"its heads of {config.head_dim} numbers are too large": config.head_dim > 256,
     }
@@ -138,12 +143,17 @@ def make_model(config: Config, mesh: Mesh | None = None, over: tuple[str, ...] |
       for `same_bits` where it was not shown to hold.
     """
     gear_form(config, mesh)
-    if isinstance(config, Seq2SeqConfig) and mesh is not None:
-        raise UsageError(f"the encoder-decoder {config.name} does not support a mesh yet; leave it out")
-    kinds: dict[type, str] = {Seq2SeqConfig: "encoder-decoder", VisionLanguageConfig: "model with images"}
+    kinds: dict[type, str] = {
+        Seq2SeqConfig: "encoder-decoder",
+        VisionLanguageConfig: "model with images",
+        JanusConfig: "model of images",
+        CaptionConfig: "model of captions",
+    }
     kind = next((kind for form, kind in kinds.items() if isinstance(config, form)), None)
-    if kind is not None and config.same_bits:
-        raise UsageError(f"the {kind} {config.name} does not support same_bits yet; leave it out")
+    on_meshes = kind is None or isinstance(config, VisionLanguageConfig)
+    if (mesh is not None and not on_meshes) or (kind is not None and config.same_bits):
+        option = "same_bits" if config.same_bits else "a mesh"
+        raise UsageError(f"the {kind} {config.name} does not support {option} yet; leave it out")
     if config.same_bits:
         check_same_bits(config.dtype, config.cache_dtype, mesh, over)
         check_exact_products(config)
@@ -171,6 +181,8 @@ def _make_model(config: Config, mesh: Mesh | None, over: tuple[str, ...] | None)
         cache_and_pass = _seq2seq_fields(config, module_of)
     elif isinstance(config, VisionLanguageConfig):
         cache_and_pass = _vision_fields(config, layout, module_of)
+    elif isinstance(config, CaptionConfig):
+        cache_and_pass = _caption_fields(config, module_of)
     else:
         cache_and_pass = _attention_fields(config, layout, module_of)
     return Model(
@@ -353,6 +365,23 @@ def _vision_fields(
         "capabilities": text["capabilities"]._replace(
             inputs=True, needs_inputs=False, placeholder=config.image_token, sees_ahead=config.sees_ahead
         ),
+    }
+
+
+def _caption_fields(config: CaptionConfig, module_of: Callable[[PyTree], Any]) -> dict[str, Any]:
+    """Return the fields of a `Model` whose prompts are captions. Its `inputs` are `Captions`."""
+    text = _attention_fields(config, None, module_of)
+
+    def init_cache(params, inputs, batch: int, capacity: int) -> kv.ConditionedCache:
+        image_captions.check_captions(config, inputs)
+        return kv.ConditionedCache(text["init_cache"](params, None, batch, capacity), module_of(params).encode(inputs))
+
+    return text | {
+        "init_cache": init_cache,
+        "pass_params": image_captions.pass_params,
+        **conditioned_cache_functions(),
+        "queries": None,
+        "capabilities": text["capabilities"]._replace(inputs=True, placeholder=config.placeholder),
     }
 
 

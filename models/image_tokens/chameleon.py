@@ -16,24 +16,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from specjax.errors import UsageError
-from specjax.models.decoder import DecoderConfig
-from specjax.models.llama import LlamaConfig
+from specjax.models.image_tokens.decoder import CodeDecoderConfig
 
 CODE_NAME = re.compile(r"IMGIMG([A-J]+)[A-Z]")
 """The name of a code in the vocabulary: its digits as letters, A for 0, and one more letter."""
 
 
 @dataclass(frozen=True)
-class ChameleonConfig(LlamaConfig):
+class ChameleonConfig(CodeDecoderConfig):
     """Shapes and constants of a Chameleon model."""
 
     qk_layer_norm: bool = True
     name: str = "chameleon"
-
-    def draft_head_config(self, num_layers: int = 1, **changes) -> LlamaConfig:
-        """Return the config of a draft head, whose layers are those of Llama."""
-        shape = {name: getattr(self, name) for name in DecoderConfig.__dataclass_fields__}
-        return LlamaConfig(**shape).draft_head_config(num_layers, **changes)
 
 
 def code_tokens(vocabulary: Mapping[str, int]) -> np.ndarray:

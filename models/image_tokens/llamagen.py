@@ -12,17 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 
 from specjax.models import layers as L
-from specjax.models.decoder import Decoder, DecoderConfig
+from specjax.models.image_tokens.decoder import CodeDecoder, CodeDecoderConfig
 from specjax.models.rotary import Rotation, rope_frequencies
-from specjax.types import Array, Best
+from specjax.types import Array
 
 
 @dataclass(frozen=True)
-class LlamaGenConfig(DecoderConfig):
+class LlamaGenConfig(CodeDecoderConfig):
     """Shapes and constants of LlamaGen for images of classes (c2i)."""
 
     grid: int = 16  # rows and columns of the image
@@ -35,17 +34,21 @@ class LlamaGenConfig(DecoderConfig):
         """Return the token of the class of unconditional images."""
         return self.vocab_size - 1
 
-    def attention_settings(self, positions: Array) -> L.AttentionSettings:
-        """Return the rotation by the rows and columns of the tokens at positions int32[B, T]."""
-        place = jnp.maximum(positions - self.condition_tokens, 0)
+    def attention_settings(self, positions: Array, condition: Array | None = None) -> L.AttentionSettings:
+        """Return the rotation by the rows and columns of the tokens at positions int32[B, T].
+
+        condition: int32[B, 1], tokens before the grid. None: `condition_tokens`.
+        """
+        first = self.condition_tokens if condition is None else condition
+        place = jnp.maximum(positions - first, 0)
         frequencies = rope_frequencies(self.head_dim // 2, self.rope_base)
         by_axis = (place // self.grid, place % self.grid)
         angle = jnp.concatenate([axis[:, :, None, None] * frequencies for axis in by_axis], -1)
-        is_image = (positions >= self.condition_tokens)[:, :, None, None]
+        is_image = (positions >= first)[:, :, None, None]
         return L.AttentionSettings(Rotation.of_angles(angle, is_image.astype(jnp.float32), same_bits=self.same_bits))
 
 
-class LlamaGenDecoder(Decoder):
+class LlamaGenDecoder(CodeDecoder):
     """A decoder whose text consists of codes."""
 
     config: LlamaGenConfig
@@ -53,8 +56,3 @@ class LlamaGenDecoder(Decoder):
     def predict(self, hidden: Array, layout=None) -> Array:
         logits = super().predict(hidden, layout)
         return jnp.where(jnp.arange(logits.shape[-1]) < self.config.codes, logits, -jnp.inf)
-
-    def predict_best(self, hidden: Array, k: int) -> Best:
-        logits = self.predict(hidden)
-        values, tokens = jax.lax.top_k(logits, k)
-        return Best(tokens, values, jax.nn.logsumexp(logits, -1))

@@ -25,6 +25,7 @@ import numpy as np
 from specjax.arrays import batch_axes, platforms, texts
 from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
+from specjax.models.image_tokens.captions import CaptionConfig
 from specjax.numerics.global_arrays import gather
 from specjax.numerics.validation import check_range, pad_token_lists
 from specjax.types import Array, Model, Output, PyTree, Sublayers, Target
@@ -40,6 +41,7 @@ class Unconditional(NamedTuple):
 
     tokens: Array  # int32[B, U], then unspecified values
     length: Array  # int32[B]
+    inputs: PyTree = None  # the inputs of the target for the prompts, and those for the unconditional ones
 
 
 class GuidedCache(NamedTuple):
@@ -59,7 +61,9 @@ class GuidedPending(NamedTuple):
     positions: Array  # int32[B, T], in the conditional rows
 
 
-def unconditional(prompts: Sequence[Sequence[int]], length: int | None = None) -> Unconditional:
+def unconditional(
+    prompts: Sequence[Sequence[int]], length: int | None = None, *, inputs: tuple[PyTree, PyTree] | None = None
+) -> Unconditional:
     """Return the inputs of a guided target: one unconditional prompt per row, as token lists of any lengths.
 
     The last token of the unconditional prompt takes the place of the last token of the prompt.
@@ -67,10 +71,11 @@ def unconditional(prompts: Sequence[Sequence[int]], length: int | None = None) -
     Args:
       length: tokens of the padded prompts, such as those of the longest one of a server. None: 1, or else the smallest
         multiple of 32.
+      inputs: for a target with inputs, those of the prompts and those of the unconditional prompts.
 
     Raises: UsageError for no prompts, and for a prompt that is empty, longer than `length` or no list of token ids.
     """
-    return Unconditional(*pad_token_lists("unconditional prompts", prompts, length, shortest=1))
+    return Unconditional(*pad_token_lists("unconditional prompts", prompts, length, shortest=1), inputs)
 
 
 def guided(target: Target, scale: Array | float, *, first: int = 0, end: int | None = None) -> Target:
@@ -90,7 +95,8 @@ def guided(target: Target, scale: Array | float, *, first: int = 0, end: int | N
     """
     base = target.model
     capabilities = base.capabilities
-    if capabilities.inputs or capabilities.reads_in_order or base.finish_prompt or base.mark_prompt:
+    has_other_inputs = capabilities.inputs and not isinstance(base.config, CaptionConfig)
+    if has_other_inputs or capabilities.reads_in_order or base.finish_prompt or base.mark_prompt:
         raise UsageError(
             f"{base.name} cannot be guided, because its cache depends on more than the tokens; use a decoder whose "
             "layers all attend, without compression"
@@ -124,8 +130,9 @@ def _model(base: Model) -> Model:
         scale = params["scale"]
         if scale.shape not in ((), (1,), (batch,)):
             raise UsageError(f"scale must be one number or one per prompt, {batch}, but it has the shape {scale.shape}")
-        tokens, length = inputs
-        cache = base.init_cache(params["base"], None, PAIR * batch, capacity + tokens.shape[1])
+        tokens, length, of_base = inputs
+        pairs = None if of_base is None else jax.tree.map(_pairs, *of_base)
+        cache = base.init_cache(params["base"], pairs, PAIR * batch, capacity + tokens.shape[1])
         cache = _read_prompts(base, params["base"], cache, tokens, length - 1)
         last = take_along(tokens, length[:, None] - 1, 1)[:, 0]
         # A caller that does not set the prompt length has prompts of one token.
@@ -135,7 +142,7 @@ def _model(base: Model) -> Model:
     def check_inputs(inputs, max_new_tokens: int) -> None:
         if not isinstance(inputs, Unconditional):  # `init_cache` refuses it
             return
-        tokens, lengths = gather(inputs)
+        tokens, lengths = gather((inputs.tokens, inputs.length))
         for row, (prompt, length) in enumerate(zip(tokens, lengths, strict=True)):
             unknown = [token for token in prompt[:length] if not 0 <= token < base.vocab_size]
             if unknown:

@@ -117,7 +117,7 @@ def check_layer_parallel(config: Any, mesh: Mesh, group: int | None = None) -> N
         )
     if model > 1 and (config.qk_layer_norm or (config.qk_norm and config.qk_norm_scope == "projection")):
         raise UsageError(
-            f"{config.name} normalises the queries of all heads together, which a layer-parallel model cannot split; "
+            f"{config.name} has weights of q/k norms for each head, which a layer-parallel model cannot split; "
             'set the axis "model" to 1, or use specjax.shard'
         )
     check_heads(config, model, ("model",))

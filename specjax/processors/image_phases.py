@@ -64,15 +64,15 @@ def _update(params: ImageTokens, since: Array, tokens: Array, added: Array) -> A
     return _tokens_since(params, tokens, added, since)
 
 
-def _tokens_since(params: ImageTokens, tokens: Array, added: Array, before: Array) -> Array:
+def _tokens_since(params: ImageTokens, tokens: Array, added: Array, previous: Array) -> Array:
     """Return int32[B], the tokens after the last `begin` up to the first `added` of `tokens`; text has count + 1.
 
-    before: the same before these tokens.
+    previous: the same before these tokens.
     """
     place = jnp.arange(tokens.shape[1])
     begins = (tokens == params.begin) & (place < added[:, None])
     last = jnp.max(jnp.where(begins, place, -1), 1)
-    return jnp.minimum(jnp.where(last < 0, before + added, added - 1 - last), params.count + 1)
+    return jnp.minimum(jnp.where(last < 0, previous + added, added - 1 - last), params.count + 1)
 
 
 def _process(params: ImageTokens, since: Array, tree: TokenTree, above: Array, logits: Array) -> Array:

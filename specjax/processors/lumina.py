@@ -1,7 +1,7 @@
 """The layout of an image of Lumina-mGPT (Liu et al. 2024, arXiv 2408.02657), a fine-tuned Chameleon.
 
-Layout: a start token, one token for the height and one for the width, rows of codes that each end by a newline token,
-and an end token. A side is measured in units of 32 pixels, and each unit has two rows or two columns of codes.
+Layout: a start token and two tokens for height and width, then rows of codes with a newline token each, then an end
+token. A side is measured in units of 32 pixels, and each unit has two rows or two columns of codes.
 Rule: `by_place` allows codes at the places of codes and forces the newlines and the end.
 Guidance: the unconditional prompt is `LuminaLayout.start`, so the unconditional rows contain the image only. Guidance
 applies from the first code on. The released code forces the same tokens after guidance and before top-k.

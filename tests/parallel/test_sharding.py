@@ -42,9 +42,14 @@ def test_mesh_equals_one_device(data, model, kv_heads, stacked, name):
     assert spread.to_lists() == full.to_lists()
 
 
-def test_a_norm_over_all_heads_is_that_of_one_device():
-    """OLMo 2 has it, with heads on several devices, and repeated key/value heads."""
-    target = tiny_llama(num_kv_heads=2, stacked=True, qk_norm=True, qk_norm_scope="projection", norms="after", **HEADS)
+@pytest.mark.parametrize(
+    "norms",
+    [{"qk_norm": True, "qk_norm_scope": "projection", "norms": "after"}, {"qk_layer_norm": True}],
+    ids=["OLMo", "Chameleon"],
+)
+def test_a_norm_over_all_heads_is_that_of_one_device(norms):
+    """Each head has its weights. Heads are on several devices, and key/value heads are repeated."""
+    target = tiny_llama(num_kv_heads=2, stacked=True, **norms, **HEADS)
     noise = np.random.default_rng(0)
     louder = lambda x: x + 0.2 * noise.normal(size=x.shape).astype(np.float32)
     target = Target(target.model, jax.tree.map(louder, target.params))
@@ -52,7 +57,7 @@ def test_a_norm_over_all_heads_is_that_of_one_device():
     full = specjax.decode(target, prompt_lookup(3), PROMPTS, **options)
     sharded = parallel.shard(target, parallel.mesh(2, 4))
     assert specjax.decode(sharded, prompt_lookup(3), PROMPTS, **options).to_lists() == full.to_lists()
-    with pytest.raises(UsageError, match="normalises the queries of all heads together"):
+    with pytest.raises(UsageError, match="has weights of q/k norms for each head"):
         check_layer_parallel(dataclasses.replace(target.model.config, num_layers=4), parallel.mesh(1, 2, layer=2))
 
 

@@ -24,7 +24,7 @@ PREFIXES = {
     "qwen3_next": "Qwen3Next", "lfm2": "Lfm2", "gemma4": "Gemma4", "gemma4_text": "Gemma4",
     "smolvlm": "SmolVLM", "idefics3": "Idefics3", "llava": "Llava", "qwen2_vl": "Qwen2VL",
     "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL",
-    "llava_onevision": "LlavaOnevision", "chameleon": "Chameleon",
+    "llava_onevision": "LlavaOnevision", "chameleon": "Chameleon", "janus": "Janus",
     "gemma4_unified": "Gemma4Unified", "gemma4_unified_text": "Gemma4Unified",
 }  # fmt: skip
 """The beginning of the class names of each supported `model_type` in transformers."""

@@ -10,6 +10,7 @@ from specjax.models.bridge import Config
 from specjax.models.gemma3 import Gemma3Config
 from specjax.models.hybrid.config import HybridConfig
 from specjax.models.image_tokens.chameleon import ChameleonConfig
+from specjax.models.image_tokens.janus import JanusConfig
 from specjax.models.llama import LlamaConfig
 from specjax.models.loading.families import denoisers, llada, llama
 from specjax.models.loading.families.gemma import gemma3, gemma4, gemma4_gguf
@@ -23,7 +24,7 @@ from specjax.models.loading.families.hybrid import (
     qwen3_5,
     qwen3_next,
 )
-from specjax.models.loading.families.image_tokens import chameleon
+from specjax.models.loading.families.image_tokens import chameleon, janus
 from specjax.models.loading.families.latent import deepseek, deepseek_gguf
 from specjax.models.loading.families.seq2seq import bart, t5, whisper
 from specjax.models.loading.families.vision import (
@@ -53,7 +54,7 @@ HYBRIDS = (
     deepseek_gguf,
 )
 VISION = (idefics, llava, qwen2_vl, qwen2_5_vl, qwen3_vl, gemma3_vision, onevision)
-FAMILIES = (llama, gemma3, llada, *HYBRIDS, t5, bart, whisper, *VISION, chameleon)
+FAMILIES = (llama, gemma3, llada, *HYBRIDS, t5, bart, whisper, *VISION, chameleon, janus)
 
 _MAMBA_1 = "its Mamba-1 layers have a decay for each channel and state, so one pass cannot verify a token tree"
 _KDA = "its Kimi delta attention has a decay for each key channel, which specjax does not support"
@@ -76,7 +77,7 @@ def by_config(config: Config) -> ModuleType:
         return next(family for family in VISION if config.model_type in family.HF_TYPES)
     families: dict[type, ModuleType] = {
         LlamaConfig: llama, Gemma3Config: gemma3, T5Config: t5, BartConfig: bart, WhisperConfig: whisper,
-        ChameleonConfig: chameleon,
+        ChameleonConfig: chameleon, JanusConfig: janus,
     }  # fmt: skip
     if type(config) not in families:
         raise UsageError(f"no config.json can describe {config.name}, which has a format of its own; keep its files")

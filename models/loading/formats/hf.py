@@ -47,7 +47,7 @@ PARTS = frozenset({*INTEGERS, *CODES})
 
 _OTHER_INPUTS = (
     "vision_tower.", "multi_modal_projector.", "visual.", "audio_tower.", "embed_vision.", "embed_audio.",
-    "vision_embedder.", "vqmodel.",
+    "vision_embedder.", "vqmodel.", "vision_model.", "aligner.",
 )  # fmt: skip
 _NON_TEXT_PREFIXES = tuple(prefix + module for prefix in ("", "model.") for module in _OTHER_INPUTS)
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import UsageError, decode, save_model
-from specjax.drafters import autoregressive, jacobi
-from specjax.models import guided, read_llamagen, unconditional
+from specjax import UsageError, decode, save_model, trees
+from specjax.drafters import autoregressive, jacobi, two_model
+from specjax.models import captions, guided, read_llamagen, unconditional, unconditional_captions
 
 torch = pytest.importorskip("torch")
 
@@ -43,14 +43,14 @@ def target():
     return read_llamagen(tensors(), HEADS, grid=GRID)
 
 
-def table(zero_condition=True):
+def table(zero_condition=True, condition=1):
     """Return cosines and sines [places, h / 2] of the condition and then the grid."""
     size = WIDTH // HEADS
     rates = 1 / 10000 ** (torch.arange(0, size // 2, 2)[: size // 4] / (size // 2))
     place = torch.arange(GRID * GRID)
     angles = torch.cat([torch.outer(place // GRID, rates), torch.outer(place % GRID, rates)], 1)
-    first = (torch.zeros if zero_condition else torch.ones)(1, size // 2)
-    return torch.cat([first, angles.cos()]), torch.cat([torch.zeros(1, size // 2), angles.sin()])
+    first = (torch.zeros if zero_condition else torch.ones)(condition, size // 2)
+    return torch.cat([first, angles.cos()]), torch.cat([torch.zeros(condition, size // 2), angles.sin()])
 
 
 def turned(x, cos, sin):
@@ -68,7 +68,12 @@ def their_logits(number, codes, **options):
     """Return the logits [1 + codes, CODES] of the tokens after a class and codes."""
     w = {name.removesuffix(".weight"): x for name, x in tensors().items()}
     x = torch.cat([w["cls_embedding.embedding_table"][[number]], w["tok_embeddings"][list(codes)]])
-    cos, sin = table(**options)
+    return layers_of(x, torch.ones(len(x), len(x)).tril().bool(), *table(**options))
+
+
+def layers_of(x, mask, cos, sin):
+    """Return the logits [T, CODES] of vectors x [T, D]."""
+    w = {name.removesuffix(".weight"): x for name, x in tensors().items()}
     count, size = len(x), WIDTH // HEADS
     for n in range(LAYERS):
         part = lambda name, n=n: w[f"layers.{n}.{name}"]
@@ -76,7 +81,7 @@ def their_logits(number, codes, **options):
         q, k, v = y.reshape(count, 3, HEADS, size).unbind(1)
         q, k = turned(q, cos, sin), turned(k, cos, sin)
         scores = torch.einsum("thd,shd->hts", q, k) / size**0.5
-        scores = scores.masked_fill(~torch.ones(count, count).tril().bool(), -torch.inf)
+        scores = scores.masked_fill(~mask, -torch.inf)
         x = x + torch.einsum("hts,shd->thd", scores.softmax(-1), v).reshape(count, -1) @ part("attention.wo").T
         y = normed(x, part("ffn_norm"))
         gate = torch.nn.functional.silu(y @ part("feed_forward.w1").T)
@@ -119,6 +124,115 @@ def test_guided_images_are_those_of_the_oracle(drafter):
     )  # fmt: skip
     assert result.to_lists() == [their_image(1, SCALE), their_image(4, SCALE)]
     assert target().model.config.unconditional_class == NONE
+
+
+PLACES, FEATURES = 5, 12
+
+
+@functools.cache
+def text_tensors():
+    """Return the weights of a model of captions, whose decoder is that of `tensors`."""
+    torch.manual_seed(1)
+    condition = {
+        "cap_proj.fc1.weight": torch.randn(WIDTH, FEATURES) * 0.5,
+        "cap_proj.fc2.weight": torch.randn(WIDTH, WIDTH) * 0.5,
+        "uncond_embedding": torch.randn(PLACES, FEATURES),
+    }
+    decoder = {name: x for name, x in tensors().items() if not name.startswith("cls_embedding")}
+    return decoder | {f"cls_embedding.{name}": x for name, x in condition.items()}
+
+
+@functools.cache
+def text_target():
+    return read_llamagen(text_tensors(), HEADS, grid=GRID)
+
+
+def features():
+    """Return the features of two captions of different lengths."""
+    rng = np.random.default_rng(5)
+    return [rng.normal(size=(count, FEATURES)).astype(np.float32) for count in (3, PLACES - 1)]
+
+
+def their_caption_logits(row, codes, is_given=True):
+    """Return the logits [1 + codes, CODES] after a caption that is padded on the left, as in the released code."""
+    w, conditional = text_tensors(), torch.tensor(features()[row])
+    padding = PLACES - len(conditional)
+    rows = torch.cat([torch.zeros(padding, FEATURES), conditional]) if is_given else w["cls_embedding.uncond_embedding"]
+    hidden = torch.nn.functional.gelu(rows @ w["cls_embedding.cap_proj.fc1.weight"].T, approximate="tanh")
+    x = torch.cat([hidden @ w["cls_embedding.cap_proj.fc2.weight"].T, w["tok_embeddings.weight"][list(codes)]])
+    mask = torch.ones(len(x), len(x)).tril().bool()
+    mask[:, :padding] = False  # both rows of a pair hide the padding of the given caption
+    mask |= torch.eye(len(x)).bool()
+    return layers_of(x, mask, *table(condition=PLACES))[PLACES - 1 :]
+
+
+@functools.cache
+def their_caption_image(row, scale):
+    codes = []
+    for _ in range(GRID * GRID):
+        c, u = (their_caption_logits(row, codes, is_given)[-1] for is_given in (True, False))
+        codes.append(int((u + scale * (c - u)).argmax()))
+    return codes
+
+
+DRAFTERS = {
+    "plain": autoregressive,
+    "SJD": lambda: jacobi(CODES + 1, window=4, ids=(0, CODES)),
+    "tree": lambda: two_model(guided(text_target(), 1.5), tree=trees.parse("top:3x2x1")),
+}
+
+
+def caption_image(drafter, null=None):
+    conditional = captions(text_target(), features())
+    prompts = [[CODES] * len(x) for x in features()]
+    null = null or unconditional_captions(text_target(), conditional)
+    return decode(
+        guided(text_target(), SCALE), drafter, prompts, key=0, max_new_tokens=GRID * GRID,
+        inputs=unconditional(prompts, inputs=(conditional, null)),
+    ).to_lists()  # fmt: skip
+
+
+def test_logits_after_captions_are_those_of_the_oracle():
+    """Two captions of different lengths in one batch. They have no padding, and the oracle hides its own."""
+    conditional, codes = captions(text_target(), features()), np.random.default_rng(0).integers(0, CODES, 4).tolist()
+    model, width = text_target().model, PLACES - 1 + len(codes)
+    texts = [[*[CODES] * len(x), *codes] for x in features()]
+    tokens = jnp.asarray([text + [0] * (width - len(text)) for text in texts])
+    path = jnp.broadcast_to(jnp.arange(width), tokens.shape)
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (2, width, width))
+    cache = model.init_cache(text_target().params, conditional, 2, 128)
+    logits = jax.jit(model.forward)(text_target().params, tokens, cache, positions=path, mask=mask)[0].logits
+    for row, (x, text) in enumerate(zip(features(), texts, strict=True)):
+        ours = logits[row, len(x) - 1 : len(text), :CODES]
+        np.testing.assert_allclose(ours, their_caption_logits(row, codes), atol=3e-4)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_guided_images_of_captions(name):
+    assert caption_image(DRAFTERS[name]()) == [their_caption_image(row, SCALE) for row in range(2)]
+
+
+def test_the_first_vectors_of_the_unconditional_caption_fail():
+    """A mutant pads the unconditional caption on the other side."""
+    table = np.asarray(text_tensors()["cls_embedding.uncond_embedding"])
+    null = captions(text_target(), [table[: len(x)] for x in features()])
+    assert caption_image(autoregressive(), null) != [their_caption_image(row, SCALE) for row in range(2)]
+
+
+def test_other_captions_are_refused():
+    with pytest.raises(UsageError, match=r"caption 0 have the shape \[2, 7\], which must be 1 to 5 vectors of 12"):
+        captions(text_target(), [np.zeros((2, 7))])
+    with pytest.raises(UsageError, match="reads no captions; read a text-conditional LlamaGen checkpoint"):
+        captions(target(), features())
+    with pytest.raises(UsageError, match="inputs of llamagen_t2i must be captions"):
+        decode(
+            guided(text_target(), 2.0),
+            autoregressive(),
+            [[CODES]],
+            key=0,
+            max_new_tokens=2,
+            inputs=unconditional([[CODES]]),
+        )
 
 
 def test_tensors_of_other_dtypes(tmp_path):

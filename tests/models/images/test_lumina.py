@@ -84,8 +84,8 @@ def chances(start, scale=SCALE, first=0, temperature=TEMPERATURE):
     logits = logits[:, of_code, TINY.codes[0] : TINY.codes[1]]
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
-    chosen = images()[:, of_code] - TINY.codes[0]
-    return np.take_along_axis(p, chosen[..., None], 2)[..., 0].prod(1)
+    index_of_code = images()[:, of_code] - TINY.codes[0]
+    return np.take_along_axis(p, index_of_code[..., None], 2)[..., 0].prod(1)
 
 
 DRAFTERS = {

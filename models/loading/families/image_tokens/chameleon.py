@@ -39,8 +39,8 @@ def stored_hf(config: ChameleonConfig, kind: str) -> dict[str, StoredTensor]:
         for part in "qk"
         for kind in ("weight", "bias")
     }
-    after = {
+    swin_norms = {
         "layers.*.attention_post_norm.weight": StoredTensor(f"{layer}input_layernorm.weight"),
         "layers.*.mlp_post_norm.weight": StoredTensor(f"{layer}post_attention_layernorm.weight"),
     }
-    return llama.stored_hf(config, "llama") | norms | (after if config.norms == "after" else {})
+    return llama.stored_hf(config, "llama") | norms | (swin_norms if config.norms == "after" else {})
