@@ -92,7 +92,7 @@ def decode(
     verifier: Verifier | VerifyFn | str | None = None,
     controller: Controller | str | None = None,
     capacity: int | None = None,
-    logprobs: bool | Literal["processed", "tempered", "raw"] = False,
+    logprobs: bool | Literal["processed", "tempered", "raw", "untempered"] = False,
     debug: bool = False,
     inputs: PyTree = None,
     min_p: float | Array | None = None,
@@ -138,6 +138,7 @@ def decode(
       logprobs: also return the log-probability of each token. True or "processed": under the distribution that it was
         drawn from, after temperature, top-k and top-p. It is 0 for a greedy token, and -inf for a token that only a
         lossy verifier accepts. "tempered": after temperature only, as trainers compute it (1 instead of 0).
+        "untempered": after the processors only, at temperature 1.
         "raw": by the target's own logits.
       debug: check that every draft is valid for its verifier (`specjax.engine.value_checks`). Inside the caller's
         `jit`, where no error can be raised, read `stats.violations`.

@@ -24,7 +24,7 @@ from specjax.types import (
 )
 from specjax.verifiers import Verifier
 
-LOGPROBS = "processed", "tempered", "raw"
+LOGPROBS = "processed", "tempered", "raw", "untempered"
 """Forms of log-probabilities: of the distribution of the draw; after temperature only; of the target's own logits."""
 
 

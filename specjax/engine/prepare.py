@@ -62,7 +62,7 @@ class Settings:
     verifier: Verifier | VerifyFn | None = None
     controller: Controller | None = None
     capacity: int | None = None
-    logprobs: bool | Literal["processed", "tempered", "raw"] = False
+    logprobs: bool | Literal["processed", "tempered", "raw", "untempered"] = False
     debug: bool = False
     min_p: float | Array | None = None
     processors: Sequence[Processor] = ()

@@ -171,7 +171,7 @@ def judge_at(
     along_path = jnp.maximum(verdict.path, 0)[:, :, None]
     diagnostics = Diagnostics(
         logits=batch_axes.widen(take_along(logits.every(), along_path, 1), n) if parts.keep.logits else None,
-        logprobs=batch_axes.widen(_logprobs(parts, part, verdict, logits, raw.logits), n)
+        logprobs=batch_axes.widen(_logprobs(parts, part, verdict, logits, processed, raw.logits), n)
         if parts.keep.logprobs
         else None,
         violations=value_checks.find_target_violations(part.valid, logits.every()) if parts.keep.violations else None,
@@ -271,17 +271,22 @@ def _reject_ended(verdict: Verdict, done: Array) -> Verdict:
     return verdict._replace(path=path, num_nodes=jnp.where(done, 0, verdict.num_nodes))
 
 
-def _logprobs(parts: Parts, tree: TokenTree, verdict: Verdict, logits: NodeLogits, raw: Array) -> Array:
+def _logprobs(
+    parts: Parts, tree: TokenTree, verdict: Verdict, logits: NodeLogits, processed: NodeLogits, raw: Array
+) -> Array:  # fmt: skip
     """Return log p float32[B, N] of each token of the verdict in the requested form, then zeros.
 
     Args:
-      logits: the logits of the draws. raw: float[B, N, V], the target's own logits.
+      logits: the logits of the draws. processed: those after the processors only.
+      raw: float[B, N, V], the target's own logits.
     """
     form, temperature = parts.keep.logprobs, parts.sampling.temperature
     if form in ("raw", "tempered"):
         divisor = None if temperature is None else jnp.where(temperature == 0, 1.0, temperature)
         sampling = None if form == "raw" or divisor is None else Sampling(divisor)
         logits = NodeLogits(raw, lambda rows, node: rows, sampling)
+    elif form == "untempered":
+        logits = processed
     elif parts.verifier.guarantee == "greedy":  # a distribution over one token
         return jnp.zeros(tree.tokens.shape)
     return token_logprobs(tree, verdict, logits)

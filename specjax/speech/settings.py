@@ -14,6 +14,7 @@ from specjax.models.loading.families.config_fields import POSITIONS, ConfigField
 from specjax.models.loading.formats import ctranslate2
 from specjax.models.seq2seq.config import WhisperConfig
 from specjax.processors import ban, min_length, timestamps
+from specjax.speech.fallback import PLAIN_RULES, THRESHOLDS, WindowRules
 from specjax.types import Processor, Target
 
 TASKS = "transcribe", "translate"
@@ -38,11 +39,18 @@ class SpeechSettings(NamedTuple):
     forced: tuple[int | None, ...] = ()  # tokens after the start, if neither language nor task is given; None: detected
     default_language: str | None = None  # of the files, if no language is given
     default_task: str | None = None
+    previous: int | None = None  # the text of earlier windows follows it; None: not stated
+    rules: WindowRules = PLAIN_RULES  # those of the files
 
     @property
     def first_time(self) -> int:
         """Return the token of time 0."""
         return self.no_times + 1
+
+    @property
+    def no_speech(self) -> int:
+        """Return the token whose probability after the start is that of silence."""
+        return self.no_times - 1
 
     def processors(self, *, times: bool) -> tuple[Processor, ...]:
         """Return the processors of a transcript, in the order of transformers."""
@@ -115,6 +123,8 @@ def read_settings(source: str | Path, target: Target, tokenizer: Tokenizer) -> S
     config, generation = read("config.json"), read("generation_config.json")
     stated = generation if generation.values else config
     ids = {piece: token for token, piece in reversed(list(enumerate(tokenizer.vocab)))}
+    suppressed = _ids(stated, "suppress_tokens", "suppress_ids")
+    previous = suppressed[-2] if len(suppressed) > 1 else None  # as in transformers, where no file states it
 
     def token(piece: str, *names: str) -> int:
         for fields in (generation, config):
@@ -130,9 +140,11 @@ def read_settings(source: str | Path, target: Target, tokenizer: Tokenizer) -> S
         start=target.model.config.first_token,
         no_times=token("<|notimestamps|>", "no_timestamps_token_id"),
         end=token("<|endoftext|>", "eos_token_id"),
-        suppressed=_ids(stated, "suppress_tokens", "suppress_ids"),
+        suppressed=suppressed,
         suppressed_first=_ids(stated, "begin_suppress_tokens", "suppress_ids_begin"),
         max_initial=generation.size("max_initial_timestamp_index", _default_max_initial(config), minimum=0),
+        previous=generation.size("prev_sot_token_id", ids.get("<|startofprev|>", previous), minimum=0),
+        rules=_rules(generation),
     )
     if _is_multilingual(generation, size):
         languages = {code: value for piece, value in ids.items() for code in CODE.findall(piece)}
@@ -145,7 +157,8 @@ def read_settings(source: str | Path, target: Target, tokenizer: Tokenizer) -> S
         if settings.default_language is None and settings.default_task is None:  # otherwise the old field is void
             forced = _forced(generation if generation.has("forced_decoder_ids") else config)
             settings = settings._replace(forced=forced)
-    highest = max(settings.no_times + 1, settings.end, settings.start, *settings.languages.values())
+    previous = -1 if settings.previous is None else settings.previous
+    highest = max(settings.no_times + 1, settings.end, settings.start, previous, *settings.languages.values())
     if highest >= size:
         raise UsageError(f"{folder} states the token {highest}, and its model has {size} tokens; download it again")
     return settings
@@ -160,6 +173,13 @@ def _ids(fields: ConfigFields, *names: str) -> tuple[int, ...]:
                 raise UsageError(f"{fields.where} has {name} {quote(values)}, which must be token ids")
             return tuple(value for value in values if value >= 0)
     return ()
+
+
+def _rules(fields: ConfigFields) -> WindowRules:
+    """Return the rules of windows that the files state."""
+    stated = {name: fields.value(name) for name in THRESHOLDS}
+    name = "condition_on_prev_tokens"
+    return PLAIN_RULES.updated(0.0, **stated, **({name: fields.flag(name)} if fields.has(name) else {}))
 
 
 def _default_max_initial(config: ConfigFields) -> int | None:

@@ -27,6 +27,8 @@ class Transcript(NamedTuple):
     segments: tuple[SpeechSegment, ...]
     windows: tuple[tuple[int, ...], ...]  # the new tokens of each window, without the end
     language: str | None = None  # None: the model writes English only
+    temperatures: tuple[float, ...] = ()  # that of each window
+    skipped: tuple[int, ...] = ()  # numbers of windows without speech
 
 
 class Cut(NamedTuple):

@@ -10,6 +10,7 @@ from toy import tiny_llama, tiny_llama_alike
 from specjax import UsageError, decode, drafters, mesh, shard, stream, trees
 from specjax.engine.step import buffer_size
 from specjax.numerics.sampling import warp
+from specjax.processors import ban
 from specjax.types import Sampling
 
 PROMPTS = [[1, 2, 3, 1, 2], [4, 5], [6, 7, 8, 9, 6, 7], [3]]
@@ -25,7 +26,7 @@ DRAFTERS = {
 }
 
 
-def rescored(target, prompts, result, **warping):
+def rescored(target, prompts, result, forbidden=(), **warping):
     """float32[B, NEW]: log p of the new tokens by one pass over each text, 0 behind the end."""
 
     @jax.jit
@@ -34,7 +35,8 @@ def rescored(target, prompts, result, **warping):
         mask = jnp.tril(jnp.ones((1, t, t), bool))
         cache = target.model.init_cache(target.params, None, 1, t)
         output, _ = target.model.forward(target.params, text, cache, positions=jnp.arange(t)[None], mask=mask)
-        return jax.nn.log_softmax(warp(output.logits, Sampling(**warping)))[0]
+        logits = output.logits.at[:, :, jnp.array(forbidden, int)].set(-jnp.inf)
+        return jax.nn.log_softmax(warp(logits, Sampling(**warping)))[0]
 
     rows = []
     longest = max(map(len, prompts)) + NEW
@@ -75,6 +77,16 @@ def test_other_forms_ignore_what_is_not_theirs(form, warping):
     np.testing.assert_allclose(greedy.logprobs, rescored(tiny_llama(), PROMPTS, greedy, temperature=1.0), atol=2e-4)
     with pytest.raises(UsageError, match="logprobs must be True, False, or one of"):
         decode(tiny_llama(), DRAFTERS["plain"](), PROMPTS, key=0, max_new_tokens=1, logprobs="log")
+
+
+@pytest.mark.parametrize("warping", [{}, WARPING], ids=["greedy", "sampled"])
+def test_the_untempered_form_is_after_the_processors(warping):
+    forbidden = [2, 5, 11]
+    options = {"key": jax.random.key(1), "max_new_tokens": NEW, "processors": [ban(forbidden)]}
+    result = decode(tiny_llama(), DRAFTERS["tree"](), PROMPTS, logprobs="untempered", **options, **warping)
+    np.testing.assert_allclose(
+        result.logprobs, rescored(tiny_llama(), PROMPTS, result, forbidden, temperature=1.0), atol=2e-4
+    )
 
 
 def test_they_come_only_if_asked_for_and_step_by_step_too():

@@ -10,6 +10,7 @@ import specjax
 from specjax import UsageError, speech
 from specjax.processors import ban
 from specjax.speech.audio import count_frames
+from specjax.speech.fallback import WindowText
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -103,7 +104,7 @@ def test_text_without_times_ends_with_the_recording(loaded, tmp_path):
         (segment.start, segment.end)
         for segment in speech.read_windows(
             loaded[1], loaded[2], settings, speech.log_mel(loaded[1].model.config, recording(seconds)),
-            lambda number, inputs: tokens, num_frames=count_frames(recording(seconds)),
+            lambda call: WindowText(tokens), prompt=[START], num_frames=count_frames(recording(seconds)),
         ).segments
     ]  # fmt: skip
     assert read([5, 6, END], 0.1) == [(0.0, 0.1)]

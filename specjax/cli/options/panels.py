@@ -9,12 +9,14 @@ from typing import Any
 PANELS: Mapping[str, str] = MappingProxyType(
     {
         "Text": "--max-new-tokens --stop-string --batch-file --compress --raw --system --template-args --own-prompts "
-        "--texts --prompts --limit --offset --answers --language --task --timestamps",
+        "--texts --prompts --limit --offset --answers --language --task --timestamps "
+        "--condition-on-prev-tokens",
         "Models": "--target --draft --datastore --dtype --cache-dtype --max-positions --block --mask-token "
         "--same-bits --quantize --keep-quantized --draft-quantize --adapt",
         "Drafting": "--method --num-draft-tokens --tree --draft-stop --exit-layer --set --head-set --source "
         "--controller --costs --recipe --on-policy --layers",
-        "Sampling": "--temperature --top-k --top-p --min-p --seed --sampling --verifier",
+        "Sampling": "--temperature --top-k --top-p --min-p --seed --sampling --verifier "
+        "--fallback-temperatures --compression-ratio-threshold --logprob-threshold --no-speech-threshold",
         "Penalties and constraints": "--repetition-penalty --presence-penalty --frequency-penalty --logit-bias --ban "
         "--bad-word --regex --json-schema",
         "Training": "--epochs --learning-rate --optimizer --loss --depths --rows --length --chunk --keep-states "

@@ -22,11 +22,14 @@ from specjax.cli.runs.environment import peak_memory_bytes, stage
 from specjax.cli.runs.run import describe_memory, print_table
 from specjax.cli.runs.session import Session, provenance
 from specjax.engine.prepare import Settings
+from specjax.engine.results import StreamStep
 from specjax.errors import UsageError
 from specjax.models.seq2seq.memory import Spectrogram
+from specjax.numerics.sampling import threefry
 from specjax.speech import SpeechSegment, SpeechSettings, Transcript
 from specjax.speech.audio import RATE, count_frames
-from specjax.speech.windows import limit_length, window_at
+from specjax.speech.fallback import PLAIN_RULES, WindowRules, WindowText
+from specjax.speech.windows import WindowCall, limit_length, logprobs_form, window_at
 from specjax.types import Drafter, Target
 
 
@@ -51,6 +54,7 @@ class Recording(NamedTuple):
     language: str | None
     task: str | None
     times: bool  # the segments are printed with their times
+    rules: WindowRules = PLAIN_RULES
 
     @property
     def seconds(self) -> float:
@@ -62,7 +66,7 @@ class WindowRun(NamedTuple):
 
     transcript: Transcript
     run: report_of.MeasuredRun
-    inputs: list[Spectrogram]
+    calls: list[WindowCall]  # one per attempt
 
 
 class Transcription:
@@ -81,28 +85,40 @@ class Transcription:
             session.target, settings, self.frames, recording.language, recording.task, times=self.times
         )
         base = session.settings(decoding, method, settings.processors(times=self.times))
-        self.settings = dataclasses.replace(base, eos=(settings.end,))
+        self.rules = recording.rules
+        hottest = dataclasses.replace(decoding.settings, temperature=max(self.rules.temperatures))
+        self.guarantee = dataclasses.replace(decoding, settings=hottest).guarantee(method)
+        self.settings = dataclasses.replace(base, eos=(settings.end,), logprobs=logprobs_form(self.rules))
 
-    def task(self, drafter: Drafter, settings: Settings, number: int, inputs: Spectrogram) -> measure.DecodeTask:
-        """Return a window with its key and settings."""
-        keys = measure.row_keys(self.decoding.seed, [number])
-        length = limit_length(self.session.target, self.prompt, self.decoding.max_new_tokens)
-        return measure.DecodeTask(self.session.target, drafter, [self.prompt], keys, settings, length, inputs)
+    def task(self, drafter: Drafter, settings: Settings, call: WindowCall) -> measure.DecodeTask:
+        """Return an attempt with its key and settings."""
+        length = limit_length(self.session.target, call.prompt, self.decoding.max_new_tokens)
+        at = dataclasses.replace(settings, temperature=call.temperature)
+        keys = call.keys(threefry(self.decoding.seed))
+        return measure.DecodeTask(self.session.target, drafter, [call.prompt], keys, at, length, call.inputs)
 
     def compile(self, drafter: Drafter, settings: Settings) -> float:
-        """Compile the programs of a window; return the seconds."""
+        """Compile the programs of a window, those of greedy and of sampled attempts; return the seconds."""
         first = window_at(self.frames, 0, self.session.target.model.config.source_frames)
-        return measure.warm_stream(self.task(drafter, settings, 0, first))
+        calls = [WindowCall(0, 0, first, self.prompt, temperature) for temperature in self.rules.temperatures]
+        by_program = {call.temperature > 0: call for call in calls}
+        return sum(measure.warm_stream(self.task(drafter, settings, call)) for call in by_program.values())
 
     def read(self, drafter: Drafter, settings: Settings, out: Console) -> WindowRun:
         """Decode all windows, and print their segments."""
         runs: list[report_of.MeasuredRun] = []
-        windows: list[Spectrogram] = []
+        calls: list[WindowCall] = []
 
-        def decode_window(number: int, inputs: Spectrogram) -> Sequence[int]:
-            runs.append(measure.run_stream(self.task(drafter, settings, number, inputs)))
-            windows.append(inputs)
-            return runs[-1].tokens[0]
+        def decode_window(call: WindowCall) -> WindowText:
+            logprobs: list[float] = []
+
+            def on_step(step: StreamStep) -> None:
+                if step.info.logprobs is not None:
+                    logprobs.extend(np.asarray(step.info.logprobs)[0, : len(step.tokens[0])].tolist())
+
+            runs.append(measure.run_stream(self.task(drafter, settings, call), on_step))
+            calls.append(call)
+            return WindowText(runs[-1].tokens[0], logprobs)
 
         def show(segments: Sequence[SpeechSegment]) -> None:
             for segment in segments:
@@ -111,9 +127,10 @@ class Transcription:
 
         transcript = speech.read_windows(
             self.session.target, self.session.tokenizer, self.tokens, self.frames, decode_window,
-            language=self.language, num_frames=count_frames(self.recording.samples), on_segments=show,
+            prompt=self.prompt, rules=self.rules, language=self.language,
+            num_frames=count_frames(self.recording.samples), on_segments=show,
         )  # fmt: skip
-        return WindowRun(transcript, report_of.merge(runs), windows)
+        return WindowRun(transcript, report_of.merge(runs), calls)
 
     def execute(self, log: Console, *, compare: bool, as_json: bool) -> None:
         """Transcribe, compare and report.
@@ -129,19 +146,23 @@ class Transcription:
         out = Console(quiet=as_json)
         ours = self.read(self.drafter, self.settings, out)
         theirs = None if plain is None else self.read(plain, plain_settings, Console(quiet=True))
-        is_comparable = self.decoding.is_comparable(self.method.name, self.drafter.traits.draws)
+        is_comparable = report_of.is_comparable(
+            self.guarantee, self.drafter.traits.draws,
+            all(call.temperature == 0 for run in (ours, theirs) if run is not None for call in run.calls),
+            self.settings.sampling == "coupled",
+        )  # fmt: skip
         is_compared = theirs is not None and is_comparable
         identical = ours.run.tokens == theirs.run.tokens if theirs is not None and is_comparable else None
         difference = self._difference(ours, theirs) if theirs is not None and identical is False else None
         record = report_of.record(
-            self.method.name, self.decoding.guarantee(self.method.name), ours.run,
+            self.method.name, self.guarantee, ours.run,
             None if theirs is None else theirs.run, identical=identical, compile_seconds=compile_seconds,
             peak_memory_bytes=peak_memory_bytes(),
         )  # fmt: skip
         if as_json:
             print_json(self._document(record, ours.transcript, difference))
         else:
-            print_table(self._table(record), out)
+            print_table(self._table(record, ours.transcript), out)
             for line in _verdict(record, difference, self.session.baseline) if theirs is not None else ():
                 out.print(line, soft_wrap=True)
         if is_compared and difference is not None and not difference["near_tie"]:
@@ -150,16 +171,16 @@ class Transcription:
     def _difference(self, ours: WindowRun, theirs: WindowRun) -> dict[str, Any] | None:
         """Return the first difference of the windows as JSON. Later windows may start at other times."""
         target = self.session.target
-        pairs = zip(ours.run.tokens, theirs.run.tokens, theirs.inputs, strict=False)
-        for number, (text, plain, inputs) in enumerate(pairs):
-            key = None if self.settings.is_greedy else measure.row_keys(self.decoding.seed, [number])[0]
+        for text, plain, call in zip(ours.run.tokens, theirs.run.tokens, theirs.calls, strict=False):
+            settings = dataclasses.replace(self.settings, temperature=call.temperature)
+            key = None if settings.is_greedy else call.keys(threefry(self.decoding.seed))[0]
             origin = near_ties.TextOrigin(
-                self.drafter.pass_widths(1, target), 1, tuple(self.settings.processors), self.settings.to_sampling(),
-                key, Spectrogram(jnp.asarray(inputs.frames)),
+                self.drafter.pass_widths(1, target), 1, tuple(settings.processors), settings.to_sampling(),
+                key, Spectrogram(jnp.asarray(call.inputs.frames)),
             )  # fmt: skip
-            difference = near_ties.find_difference(target, self.prompt, text, plain, origin)
+            difference = near_ties.find_difference(target, call.prompt, text, plain, origin)
             if difference is not None:
-                return near_ties.difference_record(difference, self.session.tokenizer, window=number)
+                return near_ties.difference_record(difference, self.session.tokenizer, window=call.number)
         return None
 
     def _document(self, record: dict, transcript: Transcript, difference: dict[str, Any] | None) -> dict[str, Any]:
@@ -172,10 +193,11 @@ class Transcription:
             **record, **provenance(self.session), "settings": self.decoding.record(),
             "file": str(self.recording.path), "audio_seconds": self.recording.seconds, "language": transcript.language,
             "timestamps": self.times, "windows": len(transcript.windows), "text": transcript.text,
+            "window_temperatures": list(transcript.temperatures), "skipped_windows": list(transcript.skipped),
             "segments": segments, "differences": [] if difference is None else [difference],
         }  # fmt: skip
 
-    def _table(self, record: dict) -> dict[str, str]:
+    def _table(self, record: dict, transcript: Transcript) -> dict[str, str]:
         """Return the totals as lines of a table."""
         audio, seconds = self.recording.seconds, record["seconds"]
         lines = {
@@ -183,7 +205,7 @@ class Transcription:
             "audio": f"{audio:.1f} s in {seconds:.2f} s, {audio / seconds:.1f} times as fast as speech",
             "tokens": f"{record['tokens']}, {record['tokens_per_second']:.1f} per second",
             "tokens per target pass": f"{record['block_efficiency']:.2f}",
-            "windows": str(record["prompts"]),
+            "windows": self._describe_windows(record["prompts"], transcript),
             "compilation": f"{record['compile_seconds']:.1f} s",
             "peak memory": describe_memory(record["peak_memory_bytes"]),
         }
@@ -193,6 +215,12 @@ class Transcription:
             lines["plain decoding"] = f"{record['baseline_tokens_per_second']:.1f} tokens/s"
             lines["speed ratio"] = f"{record['speedup']:.2f}"
         return lines
+
+    def _describe_windows(self, num_attempts: int, transcript: Transcript) -> str:
+        """Return the number of windows, and the attempts at them, in words."""
+        count, skipped = len(transcript.windows), len(transcript.skipped)
+        again = f", {num_attempts} attempts" if num_attempts > count else ""
+        return f"{count}{again}" + (f", {skipped} without speech" if skipped else "")
 
 
 def _verdict(record: dict, difference: dict[str, Any] | None, baseline: str) -> list[str]:
