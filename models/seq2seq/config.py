@@ -22,6 +22,7 @@ class Seq2SeqConfig(DecoderConfig):
     encoder_layers: int = 0
     feed_activation: Activation = "gelu"
     first_token: int = 0  # the text begins with it
+    last_token: int | None = None  # ends a text of the maximum length; None: nothing does
     name: str = "seq2seq"
 
     def __post_init__(self):

@@ -10,6 +10,7 @@ from specjax.processors.bad_words import bad_words
 from specjax.processors.bias import ban, bias
 from specjax.processors.by_place import by_place, forced_tokens
 from specjax.processors.constraint import constraint, following
+from specjax.processors.forced import forced
 from specjax.processors.image_phases import image_phases
 from specjax.processors.lumina import LuminaLayout, LuminaTokens, lumina_layout
 from specjax.processors.min_length import min_length
@@ -28,6 +29,7 @@ __all__ = [
     "by_place",
     "constraint",
     "following",
+    "forced",
     "forced_tokens",
     "frequency",
     "image_phases",

@@ -64,6 +64,7 @@ def some(vocab: int) -> dict[str, Processor]:
         "min_length": processors.min_length(2, [1, vocab - 1]),
         "by_place": processors.by_place([range(3), [vocab - 1], range(2, vocab)], [0, 1, 2, 0]),
         "image_phases": processors.image_phases([4, 5], 3, 1, 2),
+        "forced": processors.forced({1: vocab - 1, 3: 0}),
         "bad_words": processors.bad_words([[5], *([a, b, (a + b) % vocab] for a, b in np.ndindex(vocab, vocab))]),
         "timestamps": processors.timestamps(vocab // 2, EOS),
     }

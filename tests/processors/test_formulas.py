@@ -67,6 +67,13 @@ def test_phases_of_images():
         assert np.flatnonzero(np.isfinite(after(phases, new))).tolist() == allowed
 
 
+def test_forced_tokens():
+    """A forced place has one token, and other places have all."""
+    ending = processors.forced({1: 6, 2: 0})
+    for new, allowed in (((), range(VOCAB)), ((2,), [6]), ((2, 6), [0]), ((2, 6, 0), range(VOCAB))):
+        assert np.flatnonzero(np.isfinite(after(ending, new))).tolist() == list(allowed)
+
+
 @pytest.mark.parametrize(
     "processor",
     [
@@ -92,6 +99,8 @@ def test_settings_that_change_nothing(processor):
         (lambda: processors.bias({1: np.inf}), "the logit bias of token 1 must be a number or -inf, not inf"),
         (lambda: processors.bad_words([[1], []]), "a bad word has no tokens; leave it out"),
         (lambda: processors.bad_words([[1, -2]]), "a bad word needs token ids, not -2"),
+        (lambda: processors.forced({}), "forced needs token ids by place, such as {0: 2}, not {}"),
+        (lambda: processors.forced({-1: 2}), "forced needs token ids by place"),
         (lambda: processors.by_place([[1], []], [0]), "set 1 must be one or more token ids from 0"),
         (lambda: processors.by_place([3], [0]), "set 0 must be one or more token ids from 0, not 3"),
         (lambda: processors.by_place([[1, [2]]], [0]), "set 0 must be one or more token ids from 0"),
@@ -112,6 +121,7 @@ def test_bad_settings(make, sentence):
         ([processors.bias({3: 1.0})], "a logit bias has token 3, outside of the model's vocabulary of 3"),
         ([processors.bad_words([[0, 3]])], "a bad word has token 3, outside of the model's vocabulary of 3"),
         ([processors.bad_words([[2], [1], [0]])], "all 3 tokens of the vocabulary are bad words; leave some out"),
+        ([processors.forced({0: 3})], "forced has token 3, outside of the model's vocabulary of 3"),
         ([processors.ban([0, 1, 2])], "all 3 tokens of the vocabulary are banned; ban fewer"),
         ([processors.presence([1.0, 2.0, 3.0])], r"one per prompt, 2; some have the shape \(3,\)"),
         ([processors.repetition], "processors must be a list of specjax.processors"),

@@ -241,9 +241,11 @@ def _draft(flags: GenerateFlags) -> None:
         rows, session, compressed = compress_prompts(rows, compression, session, flags.sampling.max_new_tokens, log)
     session = with_costs(session, selection.costs, min(run.batch_size, len(rows)), log, selection.decoding.settings)
     check_same([(row.ids, row.ordinal) for row in rows], "prompts")
+    processors = session.processors(flags.processing)
+    processors += session.ending(flags.sampling.max_new_tokens) if has_encoder else ()
     options = GenerationOptions(
         run.compare, flags.checkpoint.checkpoint, flags.checkpoint.checkpoint_every, tuple(run.stop_string or ()),
-        run.adapt, session.processors(flags.processing), programs, compressed, session.lossy_cache,
+        run.adapt, processors, programs, compressed, session.lossy_cache,
     )  # fmt: skip
     generation = Generation(session, selection.decoding, method, selection.options, rows, run.batch_size, options)
     out = Console(quiet=run.as_json or not is_first)

@@ -50,6 +50,7 @@ from specjax.models.storage.format_names import describe_formats
 from specjax.numerics.same_bits import SameBitsError, check_same_bits
 from specjax.numerics.text_identity import describe_identity
 from specjax.persistence.cards import CARD, describe_machine, describe_target, template_args_of
+from specjax.processors import forced
 from specjax.retrieval.datastore import Datastore, check_tokenizer, open_datastore
 from specjax.speech import is_speech_model
 from specjax.trees import stops
@@ -193,6 +194,11 @@ class Session(NamedTuple):
         mesh = self.target.model.mesh
         processors = flags.processors(self.tokenizer, self.target.model.vocab_size)
         return processors if mesh is None else tuple(_on_mesh(processor, mesh) for processor in processors)
+
+    def ending(self, max_new_tokens: int) -> tuple[Processor, ...]:
+        """Return the processor that ends texts of the maximum length, if the files of the model demand it."""
+        token = getattr(self.target.model.config, "last_token", None)
+        return () if token is None else (forced({max_new_tokens - 1: token}),)
 
     def settings(self, decoding: Decoding, method: str, processors: tuple[Processor, ...] = ()) -> Settings:
         """Return the engine's settings with the end-of-text ids, the processors and the controller of a method."""

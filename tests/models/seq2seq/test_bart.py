@@ -14,6 +14,7 @@ import specjax
 from specjax import UsageError
 from specjax.cli import main
 from specjax.models import sources
+from specjax.processors import forced
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -78,6 +79,38 @@ def test_greedy_text_is_that_of_transformers(pair):
     for source, text in zip(SOURCES, ours, strict=True):
         theirs = model.generate(torch.tensor([source]), max_new_tokens=25, forced_bos_token_id=0)[0].tolist()
         assert [2, 0, *text] == theirs
+
+
+@pytest.mark.parametrize("length", [5, 14])
+def test_texts_of_the_maximum_length_end_as_those_of_transformers(pair, length):
+    """Both tokens that the files force are processors here, so the prompt is the first token only."""
+    model, target = pair
+    rules = [forced({0: 0, length - 1: 2})]
+    ours = specjax.decode(
+        target, "prompt_lookup", [[2]] * 2, key=0, inputs=sources(SOURCES), max_new_tokens=length, eos=2,
+        processors=rules,
+    ).to_lists()  # fmt: skip
+    forces = {"forced_bos_token_id": 0, "forced_eos_token_id": 2}
+    for source, text in zip(SOURCES, ours, strict=True):
+        theirs = model.generate(torch.tensor([source]), max_new_tokens=length, **forces)[0].tolist()
+        assert [2, *text] == theirs and text[-1] == 2
+    free = specjax.decode(
+        target, "prompt_lookup", [[2, 0]] * 2, key=0, inputs=sources(SOURCES), max_new_tokens=length - 1, eos=2
+    ).to_lists()
+    assert any(text[-1] != 2 for text in free)
+
+
+def test_the_token_that_ends_texts_is_read(pair, folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation | {"forced_eos_token_id": 2}))
+    assert specjax.load(str(tmp_path))[0].model.config.last_token == 2
+    assert pair[1].model.config.last_token is None
+    flags = ["--method", "prompt_lookup", "--max-new-tokens", "4", "--compare", "--json"]
+    with pytest.raises(SystemExit) as end:
+        main(["generate", "w4 w5 w6", "--target", str(tmp_path), *flags])
+    record = json.loads(capsys.readouterr().out)
+    assert not end.value.code and record["results"][0]["token_ids"][-1] == 2
 
 
 def test_saved_models(pair, folder, tmp_path):

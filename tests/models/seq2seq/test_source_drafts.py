@@ -2,13 +2,16 @@
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 from toy import scripted_model
 
 import specjax
-from specjax.drafters import auto, input_guided, prompt_lookup, suffix
-from specjax.models import sources
+from specjax import trees
+from specjax.drafters import auto, input_guided, prompt_lookup, suffix, two_model
+from specjax.models import init_params, make_model, prune_layers, sources
+from specjax.models.seq2seq.config import T5Config
 from specjax.types import Capabilities, Target
 
 VOCAB = 50
@@ -75,3 +78,22 @@ def test_the_example_of_aggressive_decoding():
     )
     assert result.to_lists() == [text[1:]]
     assert result.stats.target_passes.tolist() == [3]
+
+
+def test_a_part_of_the_decoder_drafts_for_it():
+    """The draft model has the encoder of the target, which reads the same sources, and one layer of the decoder."""
+    config = T5Config(
+        vocab_size=VOCAB, width=16, num_layers=3, encoder_layers=2, num_heads=2, num_kv_heads=2, head_dim=8,
+        mlp_width=24, max_positions=64,
+    )  # fmt: skip
+    target = Target(make_model(config), init_params(config, jax.random.key(0)))
+    draft = prune_layers(target, [0])
+    jax.tree.map(np.testing.assert_array_equal, draft.params["encoder"], target.params["encoder"])
+    options = {"key": 3, "inputs": sources(SOURCES), "max_new_tokens": 20}
+    plain = specjax.decode(target, "autoregressive", [[0]] * 2, **options)
+    for tree in (None, trees.branching("2x1x1")):
+        drafted = specjax.decode(target, two_model(draft, 3, tree), [[0]] * 2, **options)
+        assert drafted.to_lists() == plain.to_lists()
+        assert np.all(np.asarray(drafted.stats.drafted) > 0)
+    itself = specjax.decode(target, two_model(target, 3), [[0]] * 2, **options)
+    assert np.all(np.asarray(itself.stats.target_passes) == 5)

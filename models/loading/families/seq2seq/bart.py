@@ -13,7 +13,7 @@ from specjax.models.seq2seq.config import Activation, BartConfig
 
 HF_TYPES = ("bart",)
 GGUF_TYPES = ()
-GENERATION_FIELDS = "decoder_start_token_id", "forced_bos_token_id"
+GENERATION_FIELDS = "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"
 """Fields that generation_config.json may state in place of config.json."""
 
 FIELDS = {
@@ -32,8 +32,8 @@ SHARED_UNREAD = (
 )  # fmt: skip
 """Fields of BART and Whisper that other fields state too, and those of training."""
 
-UNREAD = "classifier_dropout", "forced_eos_token_id"
-"""Fields of classifiers, and the token that ends a text that is cut."""
+UNREAD = ("classifier_dropout",)
+"""Fields of classifiers."""
 
 OFFSET = 2
 """Rows of the tables of positions before the first position."""
@@ -81,7 +81,8 @@ def config_from_hf(hf: ConfigFields, **options) -> BartConfig:
     return BartConfig(
         **shared_fields(hf), max_positions=positions, text_positions=positions, source_positions=positions,
         position_offset=OFFSET, norms_after=True, embedding_norm=True, logits_bias=True,
-        second_token=hf.size("forced_bos_token_id", None, minimum=0, maximum=ROWS), **options,
+        second_token=hf.size("forced_bos_token_id", None, minimum=0, maximum=ROWS),
+        last_token=hf.size("forced_eos_token_id", None, minimum=0, maximum=ROWS), **options,
     )  # fmt: skip
 
 
@@ -138,4 +139,5 @@ def config_to_hf(c: BartConfig) -> dict[str, Any]:
         "architectures": ["BartForConditionalGeneration"], "model_type": "bart", **shared_fields_to_hf(c),
         "max_position_embeddings": c.text_positions,
         **({} if c.second_token is None else {"forced_bos_token_id": c.second_token}),
+        **({} if c.last_token is None else {"forced_eos_token_id": c.last_token}),
     }  # fmt: skip
