@@ -11,6 +11,7 @@ import specjax
 from specjax.cli.output.console import visible
 from specjax.cli.runs import session as sessions
 from specjax.persistence.program_cache import ProgramCache
+from specjax.persistence.program_files import LAST
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def test_a_second_chat_finds_its_programs(chat, tmp_path, monkeypatch):
     texts = [chat(["hello"], *new, "--system", system).out for system in ("Be brief.", "Be brief.", "Be long.")]
     assert texts[0] == texts[1] == visible(answer("Be brief.", "hello", count=11)) + "\n"
     assert hits == [False, True, True]
-    assert len([path for path in (tmp_path / "specjax" / "programs").iterdir() if path.suffix == ".last"]) == 1
+    assert len([path for path in (tmp_path / "specjax" / "programs").iterdir() if path.suffix == LAST]) == 1
 
 
 def test_bad_input(refused):
