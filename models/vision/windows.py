@@ -48,12 +48,12 @@ def attend_in_windows(q: Array, k: Array, v: Array, windows: Array, size: int) -
     chunk = next(n for n in range(min(size, count), count + 1) if count % n == 0)
     split = lambda x: x.reshape(-1, chunk, *x.shape[1:])
 
-    def near(x: Array, fill: int) -> Array:
+    def neighbours(x: Array, fill: int) -> Array:
         edge = jnp.full_like(x[:chunk], fill)
         before, after = jnp.concatenate([edge, x[:-chunk]]), jnp.concatenate([x[chunk:], edge])
         return jnp.concatenate([split(before), split(x), split(after)], 1)
 
-    scores = jnp.einsum("cthd,cshd->chts", split(q), near(k, 0), preferred_element_type=jnp.float32)
-    same = split(windows)[:, None, :, None] == near(windows, -1)[:, None, None]
-    weights = jax.nn.softmax(jnp.where(same, scores * q.shape[-1] ** -0.5, NEG), -1)
-    return jnp.einsum("chts,cshd->cthd", weights.astype(v.dtype), near(v, 0)).reshape(q.shape)
+    scores = jnp.einsum("cthd,cshd->chts", split(q), neighbours(k, 0), preferred_element_type=jnp.float32)
+    is_visible = split(windows)[:, None, :, None] == neighbours(windows, -1)[:, None, None]
+    weights = jax.nn.softmax(jnp.where(is_visible, scores * q.shape[-1] ** -0.5, NEG), -1)
+    return jnp.einsum("chts,cshd->cthd", weights.astype(v.dtype), neighbours(v, 0)).reshape(q.shape)

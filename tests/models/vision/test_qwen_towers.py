@@ -59,6 +59,7 @@ def texts(qwen):
 
 
 def greedy(qwen, prompt, entry, count=12):
+    qwen.module.model.rope_deltas = None  # that of an earlier prompt would shift a text without images
     ids = qwen.module.generate(
         **their_inputs(prompt, entry), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
     )
@@ -81,7 +82,7 @@ def test_draft_heads(qwen, texts):
     assert decode(qwen, head_of("msd", qwen.target)) == texts
 
 
-def broken(monkeypatch, name):
+def inject_error(monkeypatch, name):
     """Return changes of the config with one error, after patching modules."""
     if name == "order of windows is not undone":
         monkeypatch.setattr(grid_tower, "undo_order", lambda x, order: x)
@@ -96,7 +97,7 @@ def broken(monkeypatch, name):
     return {}
 
 
-BROKEN = {
+ERRORS = {
     "qwen2_5_vl": ("order of windows is not undone", "no windows"),
     "qwen3_vl": ("no DeepStack", "the table of positions is not stretched", "axes in blocks"),
 }
@@ -105,9 +106,9 @@ BROKEN = {
 def test_errors_in_the_model_change_the_logits(qwen, monkeypatch):
     prompt, entry = [5, *[IMAGE] * 15, 6, 7], patches_of([[1, 10, 6]], 3)
     theirs = their_logits(qwen.module, prompt, entry)
-    for name in (None, *BROKEN[qwen.kind]):
+    for name in (None, *ERRORS[qwen.kind]):
         with monkeypatch.context() as patch:
-            changes, config = broken(patch, name), qwen.target.model.config
+            changes, config = inject_error(patch, name), qwen.target.model.config
             config = dataclasses.replace(
                 config, name=f"{name}", tower=dataclasses.replace(config.tower, **changes),
                 interleaved=config.interleaved and name != "axes in blocks",
@@ -191,15 +192,17 @@ def reader(qwen, tmp_path_factory):
 def test_ids_and_pixels_are_those_of_transformers(qwen, reader):
     images_of, files = reader
     ids, tiles = images_of.processor.chat("w5 w6", files)
-    backend = transformers.PreTrainedTokenizerFast(tokenizer_file=str(qwen.folder / "tokenizer.json"))
-    backend.image_token, backend.video_token = "<image>", "<video>"
+    backend = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(qwen.folder / "tokenizer.json"), unk_token="<unk>"
+    )
     base = transformers.Qwen3VLProcessor if qwen.kind == "qwen3_vl" else transformers.Qwen2_5_VLProcessor
 
     class OfImages(base):
         """The processor of transformers without that of videos, which needs torchvision."""
 
         def __init__(self, image_processor, tokenizer):
-            self.image_token, self.image_token_id, self.video_token, self.video_token_id = "<image>", IMAGE, "", -1
+            self.image_token, self.image_token_id = "<image>", IMAGE
+            self.video_token, self.video_token_id = "<video>", -1
             transformers.ProcessorMixin.__init__(self, image_processor, tokenizer)
 
     text = "user:<image><image> w5 w6<end_of_utterance> assistant:"

@@ -28,7 +28,7 @@ PREFIXES = "visual.", "model.visual."
 
 
 class GridFamily(NamedTuple):
-    """The properties in which the families differ."""
+    """A family of Qwen is described by the properties in which it differs from the others."""
 
     model_type: str
     text_type: str  # the `model_type` of a language model with the same layers
@@ -70,8 +70,8 @@ class GridFamily(NamedTuple):
         values = {**fields.values, fields.prefix + "model_type": self.text_type}
         has_base = fields.has("rope_theta") or fields.has("rope_parameters")
         base = {} if has_base else {"rope_theta": self.rope_base}
-        renamed = dataclasses.replace(fields, values=values)
-        return llama.config_from_hf(renamed.with_defaults({**self.text_fields, **base}), **options)
+        text = dataclasses.replace(fields, values=values).with_defaults({**self.text_fields, **base})
+        return llama.config_from_hf(text, **options)
 
     def _sections(self, fields: ConfigFields, head_dim: int) -> tuple[int, ...]:
         """Return the number of frequencies of each axis.
