@@ -25,7 +25,7 @@ RESIZED = 1.1
 """Grids are resized if their sides are longer than the largest ones by this factor."""
 
 
-class Samples(NamedTuple):
+class PatchSamples(NamedTuple):
     """The vectors of images as sums of the vectors of patches."""
 
     sources: Array | np.ndarray  # int32[..., P, CORNERS], the patches among all tiles, or ROW_END
@@ -42,10 +42,10 @@ class Samples(NamedTuple):
         return sum(map(corner, range(1, CORNERS)), corner(0)).astype(vectors.dtype)
 
 
-def join(samples: Sequence[Samples]) -> Samples:
+def join(samples: Sequence[PatchSamples]) -> PatchSamples:
     """Return the samples of several images, whose sources count the same tiles."""
-    empty = Samples(np.zeros((0, CORNERS), np.int32), np.zeros((0, CORNERS), np.float32))
-    return Samples(*(np.concatenate(parts) for parts in zip(empty, *samples, strict=True)))
+    empty = PatchSamples(np.zeros((0, CORNERS), np.int32), np.zeros((0, CORNERS), np.float32))
+    return PatchSamples(*(np.concatenate(parts) for parts in zip(empty, *samples, strict=True)))
 
 
 def best_grid(height: int, width: int, size: int, grids: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -60,7 +60,7 @@ def best_grid(height: int, width: int, size: int, grids: Sequence[tuple[int, int
     return max(grids, key=rate)
 
 
-def sample_tile(side: int, first: int) -> Samples:
+def sample_tile(side: int, first: int) -> PatchSamples:
     """Return the vectors of an image that is one tile with `side` x `side` patches, and one row end.
 
     first: the number of the first patch among all tiles.
@@ -68,7 +68,9 @@ def sample_tile(side: int, first: int) -> Samples:
     return join([_alone(first + np.arange(side**2)), _alone(np.array([ROW_END]))])
 
 
-def sample_grid(height: int, width: int, grid: tuple[int, int], side: int, first: int, sizes: AnyResolution) -> Samples:
+def sample_grid(
+    height: int, width: int, grid: tuple[int, int], side: int, first: int, sizes: AnyResolution
+) -> PatchSamples:
     """Return the vectors of an image: those of its first tile, and then the rows of its grid.
 
     Args:
@@ -82,7 +84,7 @@ def sample_grid(height: int, width: int, grid: tuple[int, int], side: int, first
         columns = _without_padding(columns, width * (len(rows) / height))
     ratio = math.sqrt(len(rows) * len(columns) / (sizes.max_tiles * side**2))
     row_parts, column_parts = (
-        _resized(line, int(len(line) // ratio) if ratio > RESIZED else len(line)) for line in (rows, columns)
+        _resize(line, int(len(line) // ratio) if ratio > RESIZED else len(line)) for line in (rows, columns)
     )
     parts = [
         (_patches(row, column, grid[1], side) + first + side**2, row_weight[:, None] * column_weight)
@@ -95,15 +97,15 @@ def sample_grid(height: int, width: int, grid: tuple[int, int], side: int, first
         np.concatenate([inside, end[:, None]], 1).reshape(-1, CORNERS)
         for inside, end in ((sources, ends.sources), (weights, ends.weights))
     )
-    whole = Samples(sources.astype(np.int32), weights.astype(np.float32))
-    return join([_alone(first + np.arange(side**2)), whole])
+    inner = PatchSamples(sources.astype(np.int32), weights.astype(np.float32))
+    return join([_alone(first + np.arange(side**2)), inner])
 
 
-def _alone(sources: np.ndarray) -> Samples:
+def _alone(sources: np.ndarray) -> PatchSamples:
     """Return vectors that are one source each."""
     weights = np.zeros((len(sources), CORNERS), np.float32)
     weights[:, 0] = 1
-    return Samples(np.repeat(sources[:, None], CORNERS, 1).astype(np.int32), weights)
+    return PatchSamples(np.repeat(sources[:, None], CORNERS, 1).astype(np.int32), weights)
 
 
 def _without_padding(line: np.ndarray, length: float) -> np.ndarray:
@@ -112,12 +114,12 @@ def _without_padding(line: np.ndarray, length: float) -> np.ndarray:
     return line[padding : len(line) - padding]
 
 
-def _resized(line: np.ndarray, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def _resize(line: np.ndarray, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the two nearest patches of a line for each of `count` points, and their weights."""
     at = np.maximum((np.arange(count) + 0.5) * (len(line) / count) - 0.5, 0)
-    before = at.astype(int)
-    fraction = at - before
-    return [(line[before], 1 - fraction), (line[np.minimum(before + 1, len(line) - 1)], fraction)]
+    lower = at.astype(int)
+    fraction = at - lower
+    return [(line[lower], 1 - fraction), (line[np.minimum(lower + 1, len(line) - 1)], fraction)]
 
 
 def _patches(rows: np.ndarray, columns: np.ndarray, tiles_per_row: int, side: int) -> np.ndarray:

@@ -54,24 +54,24 @@ def look_ahead(
     """
     size = x.shape[1]
     index, has_vector = memory.find(positions[:, -1:])
-    rest = index + 1 + jnp.arange(count - 1)
-    is_rest = has_vector & (rest // count == index // count)
+    ahead = index + 1 + jnp.arange(count - 1)
+    is_rest = has_vector & (ahead // count == index // count)
 
     def run_chunk() -> tuple[Output, kv.Pending]:
         output, pending = run(Stream(x), positions=positions, mask=mask)
         return output._replace(logits=None), pending
 
     def run_with_rest() -> tuple[Output, kv.Pending]:
-        vectors = take_along(memory.vectors, jnp.where(is_rest, rest, 0)[..., None], 1)
+        vectors = take_along(memory.vectors, jnp.where(is_rest, ahead, 0)[..., None], 1)
         is_cut = _image_at(memory, positions, count) == index // count
         sees_rest = (is_cut & has_vector)[..., None] & is_rest[:, None]
         rows = jnp.concatenate([mask, sees_rest], 2)
-        of_rest = jnp.broadcast_to(is_rest[:, None], (*is_rest.shape, count - 1))
-        of_rest = jnp.concatenate([jnp.ones((*is_rest.shape, size), bool), of_rest], 2)
+        rest_rows = jnp.broadcast_to(is_rest[:, None], (*is_rest.shape, count - 1))
+        rest_rows = jnp.concatenate([jnp.ones((*is_rest.shape, size), bool), rest_rows], 2)
         output, pending = run(
             Stream(jnp.concatenate([x, vectors.astype(x.dtype)], 1)),
             positions=jnp.concatenate([positions, positions[:, -1:] + 1 + jnp.arange(count - 1)], 1),
-            mask=jnp.concatenate([rows, of_rest], 1),
+            mask=jnp.concatenate([rows, rest_rows], 1),
         )
         # Logits of the rest would be one of the largest arrays of a prefill.
         output = jax.tree.map(lambda part: part[:, :size], output._replace(logits=None))

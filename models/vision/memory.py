@@ -11,7 +11,7 @@ import numpy as np
 
 from specjax.arrays.indexing import take_along
 from specjax.errors import UsageError
-from specjax.models.vision.anyres import CORNERS, Samples
+from specjax.models.vision.anyres import CORNERS, PatchSamples
 from specjax.models.vision.config import VisionLanguageConfig
 from specjax.models.vision.grids import UNUSED, GridImages, PromptPatches, grid_images
 from specjax.numerics.validation import check_integer
@@ -27,7 +27,7 @@ class Images(NamedTuple):
     pixels: Array  # float32[B, N, C, H, W]
     patches: Array  # bool[B, N, H / p, W / p], the patches that are not padding; none in tiles without an image
     places: Array  # int32[B, P], the position of each vector in the prompt, or UNUSED
-    samples: Samples | None = None  # [B, P, ..], the patches of each vector; None: those of the connector, in order
+    samples: PatchSamples | None = None  # [B, P, ..], what each vector is made of; None: one patch, in order
 
 
 class PromptImages(NamedTuple):
@@ -35,7 +35,7 @@ class PromptImages(NamedTuple):
 
     pixels: np.ndarray  # float32[n, C, H, W]
     mask: np.ndarray | None = None  # bool[n, H, W], the pixels that are not padding; None: all
-    samples: Samples | None = None  # [P, ..], for images of any resolution
+    samples: PatchSamples | None = None  # [P, ..], for images of any resolution
 
 
 def images(
@@ -81,7 +81,7 @@ def images(
     places = np.full((len(rows), count * config.places_per_tile), UNUSED, np.int32)
     samples = None
     if config.any_resolution is not None:
-        samples = Samples(*(np.zeros((*places.shape, CORNERS), kind) for kind in (np.int32, np.float32)))
+        samples = PatchSamples(*(np.zeros((*places.shape, CORNERS), kind) for kind in (np.int32, np.float32)))
     for row, (prompt, entry) in enumerate(zip(prompts, rows, strict=True)):
         at = np.flatnonzero(np.asarray(prompt) == config.image_token)
         number = len(entry.pixels)

@@ -209,8 +209,8 @@ def test_texts_of_the_text_model(gemma, tmp_path):
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     tensors = load_file(folder / "model.safetensors")
-    kept = {name: x for name, x in tensors.items() if "vision_tower" not in name and "projector" not in name}
-    save_file(kept, tmp_path / "model.safetensors")
+    remaining = {name: x for name, x in tensors.items() if "vision_tower" not in name and "projector" not in name}
+    save_file(remaining, tmp_path / "model.safetensors")
     alone, _ = specjax.load(str(tmp_path))
     assert alone.model.config == dataclasses.replace(text.model.config, name=alone.model.config.name)
 
