@@ -50,8 +50,8 @@ def attend_in_windows(q: Array, k: Array, v: Array, windows: Array, size: int) -
 
     def neighbours(x: Array, fill: int) -> Array:
         edge = jnp.full_like(x[:chunk], fill)
-        before, after = jnp.concatenate([edge, x[:-chunk]]), jnp.concatenate([x[chunk:], edge])
-        return jnp.concatenate([split(before), split(x), split(after)], 1)
+        left, right = jnp.concatenate([edge, x[:-chunk]]), jnp.concatenate([x[chunk:], edge])
+        return jnp.concatenate([split(left), split(x), split(right)], 1)
 
     scores = jnp.einsum("cthd,cshd->chts", split(q), neighbours(k, 0), preferred_element_type=jnp.float32)
     is_visible = split(windows)[:, None, :, None] == neighbours(windows, -1)[:, None, None]

@@ -117,7 +117,7 @@ def test_sparse_configs_of_qwen3_vl():
         (qwen2_5_vl, {"fullatt_block_indexes": [1, 0]}, r"indexes \[1, 0\], which must be layers in ascending order"),
         (qwen3_vl, {"num_position_embeddings": 20}, "num_position_embeddings 20, which must be a square number"),
         (qwen3_vl, {"deepstack_visual_indexes": [2]}, r"indexes \[2\], which must be layers .* below depth, 2"),
-        (qwen3_vl, {"num_heads": 5}, "hidden_size 24, which must be a multiple of four times num_heads, 5"),
+        (qwen2_5_vl, {"num_heads": 5}, "hidden_size 24, which must be a multiple of four times num_heads, 5"),
     ],
 )
 def test_towers_of_qwen_that_are_refused(family, changes, message):

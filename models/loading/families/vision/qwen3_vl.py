@@ -63,13 +63,13 @@ def _tower(hf: ConfigFields) -> TowerSizes:
 
 
 def stored_hf(config: VisionLanguageConfig, kind: str) -> dict[str, StoredTensor]:
-    """Map parameter paths to tensors of a Hugging Face checkpoint."""
-    return {**common.text_names(config, "model."), **_image_names(config, qwen_grids.PREFIXES[0])}
+    """Map parameter paths to tensors of a Hugging Face checkpoint, as transformers writes it."""
+    return {**common.text_names(config, "model.language_model."), **_image_names(config, qwen_grids.PREFIXES[1])}
 
 
 def variant_hf(config: VisionLanguageConfig, names: Collection[str]) -> dict[str, StoredTensor]:
-    """Map the paths of tower and connector in a file of another version of transformers."""
-    return _image_names(config, qwen_grids.find_prefix(names))
+    """Map the paths in a file with these tensors. The reader of files renames those of the text model."""
+    return {**common.text_names(config, "model."), **_image_names(config, qwen_grids.find_prefix(names))}
 
 
 def _image_names(config: VisionLanguageConfig, prefix: str) -> dict[str, StoredTensor]:

@@ -52,7 +52,7 @@ class GridFamily(NamedTuple):
         """
         hf.skip(*OTHER_INPUTS)
         fields = hf.subfields("text_config") if hf.has("text_config") else hf
-        tied = fields.flag("tie_word_embeddings") or hf.flag("tie_word_embeddings")
+        tied = any([part.flag("tie_word_embeddings") for part in (fields, hf)])  # a list, because both are read
         text = self._text(fields, **options)
         return VisionLanguageConfig.around(
             dataclasses.replace(text, tied=tied),
