@@ -47,14 +47,22 @@ def onevision(tmp_path_factory):
     return model, folder, target, load_image_processor(folder, target, tokenizer)
 
 
+class TheirProcessor(transformers.LlavaOnevisionProcessor):
+    """The processor of transformers without that of videos, which needs torchvision."""
+
+    def __init__(self, image_processor, tokenizer):
+        self.num_image_tokens, self.vision_feature_select_strategy = SIDE**2, "full"
+        self.vision_aspect_ratio = "anyres_max_2"
+        self.image_token, self.image_token_id = "<image>", IMAGE
+        self.video_token, self.video_token_id = "<video>", -1
+        transformers.ProcessorMixin.__init__(self, image_processor, tokenizer)
+
+
 def their_prompt(onevision, names, words):
     """Return the inputs of a prompt from the processor of transformers."""
     _, folder, _, processor = onevision
     backend = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), unk_token="<unk>")
-    theirs = transformers.LlavaOnevisionProcessor(
-        processor.process, backend, num_image_tokens=SIDE**2, vision_feature_select_strategy="full",
-        vision_aspect_ratio="anyres_max_2",
-    )  # fmt: skip
+    theirs = TheirProcessor(processor.process, backend)
     text = f"user:{'<image>' * len(names)} {words}<end_of_utterance> assistant:"
     pictures = [Image.open(folder / name).convert("RGB") for name in names]
     return theirs(text=text, images=[pictures] if names else None, return_tensors="pt")
