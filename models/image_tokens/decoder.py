@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import jax
 
@@ -15,10 +16,13 @@ from specjax.types import Array, Best
 class CodeDecoderConfig(DecoderConfig):
     """Shapes and constants of a decoder that writes the codes of images."""
 
-    def draft_head_config(self, num_layers: int = 1, **changes) -> LlamaConfig:
+    def as_llama(self) -> LlamaConfig:
+        """Return the config of a model of the Llama family with the same shapes."""
+        return LlamaConfig(**{field.name: getattr(self, field.name) for field in fields(DecoderConfig)})
+
+    def draft_head_config(self, num_layers: int = 1, **changes) -> Any:
         """Return the config of a draft head, whose layers are those of Llama."""
-        shape = {field.name: getattr(self, field.name) for field in fields(DecoderConfig)}
-        return LlamaConfig(**shape).draft_head_config(num_layers, **changes)
+        return self.as_llama().draft_head_config(num_layers, **changes)
 
 
 class CodeDecoder(Decoder):

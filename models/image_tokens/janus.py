@@ -48,7 +48,8 @@ class HiddenMLP(nnx.Module):
     def __call__(self, x: Array, out_dtype=None) -> Array:
         """Map x [..., fan_in] to [..., fan_out]."""
         hidden = self.act(self.up(x)).astype(x.dtype)
-        return self.down.product(hidden, self.down.weight[...], out_dtype or x.dtype) + self.down.bias[...]
+        y = self.down.product(hidden, self.down.weight[...], out_dtype or x.dtype)
+        return y if self.down.bias is None else y + self.down.bias[...]
 
 
 class JanusDecoder(CodeDecoder):

@@ -56,4 +56,4 @@ def lumina_layout(height: int, width: int, tokens: LuminaTokens | None = None) -
     row = [0] * columns + [1]
     places = row * rows + [2]
     processor = by_place([range(*ids.codes), [ids.newline], [ids.end]], places)
-    return LuminaLayout((ids.start, *(ids.size + side for side in units)), processor, len(places))
+    return LuminaLayout((ids.start, ids.size + units[0], ids.size + units[1]), processor, len(places))

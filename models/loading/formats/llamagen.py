@@ -46,7 +46,7 @@ def read_llamagen(tensors: Mapping[str, Any], num_heads: int, *, grid: int = 16,
     head_dim = width // num_heads
     fused = get("layers.0.attention.wqkv.weight").shape[0]
     unconditional = get(UNCONDITIONAL) if has_captions else extra_rows[:1]
-    condition = {"condition_tokens": len(unconditional), "caption_width": unconditional.shape[1]}
+    condition: dict[str, Any] = {"condition_tokens": len(unconditional), "caption_width": unconditional.shape[1]}
     config = (CaptionConfig if has_captions else LlamaGenConfig)(
         vocab_size=codes + len(extra_rows), width=width, num_layers=layers, num_heads=num_heads,
         num_kv_heads=(fused // head_dim - num_heads) // 2, head_dim=head_dim,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from specjax.models.image_tokens.chameleon import ChameleonConfig
 from specjax.models.loading.families import llama
@@ -24,11 +25,11 @@ def config_from_hf(hf: ConfigFields, **options) -> ChameleonConfig:
     `options`: dtype, cache_dtype, name, and those of `storage_options`.
     """
     hf.skip("model_type", "model_parallel_size")  # the latter is of a layout in training
-    text = dataclasses.replace(hf, values=hf.values | {"model_type": "llama"}).with_defaults(FIELDS)
+    text = dataclasses.replace(hf, values={**hf.values, "model_type": "llama"}).with_defaults(FIELDS)
     decoder = llama.config_from_hf(text, **options)
     shape = {field.name: getattr(decoder, field.name) for field in dataclasses.fields(decoder)}
-    norms = "after" if hf.flag("swin_norm") else "before"
-    return ChameleonConfig(**shape | {"qk_layer_norm": True, "norms": norms})
+    changes: dict[str, Any] = {"qk_layer_norm": True, "norms": "after" if hf.flag("swin_norm") else "before"}
+    return ChameleonConfig(**shape | changes)
 
 
 def stored_hf(config: ChameleonConfig, kind: str) -> dict[str, StoredTensor]:
@@ -43,4 +44,4 @@ def stored_hf(config: ChameleonConfig, kind: str) -> dict[str, StoredTensor]:
         "layers.*.attention_post_norm.weight": StoredTensor(f"{layer}input_layernorm.weight"),
         "layers.*.mlp_post_norm.weight": StoredTensor(f"{layer}post_attention_layernorm.weight"),
     }
-    return llama.stored_hf(config, "llama") | norms | (swin_norms if config.norms == "after" else {})
+    return llama.stored_hf(config.as_llama(), "llama") | norms | (swin_norms if config.norms == "after" else {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from specjax.errors import UsageError
 from specjax.files.untrusted import quote
@@ -48,15 +49,13 @@ def config_from_hf(hf: ConfigFields, **options) -> JanusConfig:
         )
     shape = {field.name: getattr(text, field.name) for field in dataclasses.fields(text)}
     codes = vq.size("num_embeddings", maximum=ROWS)
-    return JanusConfig(
-        **shape
-        | {
-            "vocab_size": text.vocab_size + codes,
-            "text_vocab": text.vocab_size,
-            "code_width": vq.size("embed_dim", maximum=WIDTH),
-            "tied": hf.flag("tie_word_embeddings", True),  # the flag of the whole model counts
-        }
-    )
+    changes: dict[str, Any] = {
+        "vocab_size": text.vocab_size + codes,
+        "text_vocab": text.vocab_size,
+        "code_width": vq.size("embed_dim", maximum=WIDTH),
+        "tied": hf.flag("tie_word_embeddings", True),  # the flag of the whole model counts
+    }
+    return JanusConfig(**shape | changes)
 
 
 def stored_hf(config: JanusConfig, kind: str) -> dict[str, StoredTensor]:
@@ -71,4 +70,4 @@ def stored_hf(config: JanusConfig, kind: str) -> dict[str, StoredTensor]:
         for part in ("weight", "bias")
     }
     table = {"code_table.weight": StoredTensor("model.generation_embeddings.weight")}
-    return llama.stored_hf(config, "llama") | mlps | table
+    return llama.stored_hf(config.as_llama(), "llama") | mlps | table
