@@ -22,7 +22,7 @@ class ImageTokens(NamedTuple):
     is_code: Array  # bool[W], for the first W tokens of the vocabulary; the others are no codes
     begin: Array  # int32[]
     end: Array  # int32[]
-    count: Array  # int32[], codes of an image
+    num_codes: Array  # int32[], codes of an image
 
 
 def image_phases(codes: Iterable[int], begin: int, end: int, count: int) -> Processor:
@@ -57,7 +57,7 @@ def _check(processor: Processor, vocab_size: int) -> None:
 
 
 def _init(params: ImageTokens, settings, tokens: Array, length: Array, vocab_size: int) -> Array:
-    return _tokens_since(params, tokens, length, jnp.full_like(length, params.count + 1))
+    return _tokens_since(params, tokens, length, jnp.full_like(length, params.num_codes + 1))
 
 
 def _update(params: ImageTokens, since: Array, tokens: Array, added: Array) -> Array:
@@ -72,7 +72,7 @@ def _tokens_since(params: ImageTokens, tokens: Array, added: Array, previous: Ar
     place = jnp.arange(tokens.shape[1])
     begins = (tokens == params.begin) & (place < added[:, None])
     last = jnp.max(jnp.where(begins, place, -1), 1)
-    return jnp.minimum(jnp.where(last < 0, previous + added, added - 1 - last), params.count + 1)
+    return jnp.minimum(jnp.where(last < 0, previous + added, added - 1 - last), params.num_codes + 1)
 
 
 def _process(params: ImageTokens, since: Array, tree: TokenTree, above: Array, logits: Array) -> Array:
@@ -83,5 +83,5 @@ def _process(params: ImageTokens, since: Array, tree: TokenTree, above: Array, l
     since = jnp.where(last > 0, behind, since[:, None] + behind)[..., None]
     token = jnp.arange(logits.shape[2])
     is_code = jnp.pad(params.is_code, (0, logits.shape[2] - len(params.is_code)))
-    in_image = jnp.where(since == params.count, token == params.end, is_code)
-    return jnp.where(jnp.where(since > params.count, ~is_code, in_image), logits, -jnp.inf)
+    in_image = jnp.where(since == params.num_codes, token == params.end, is_code)
+    return jnp.where(jnp.where(since > params.num_codes, ~is_code, in_image), logits, -jnp.inf)
