@@ -37,7 +37,7 @@ def tree_attention(
     Args:
       first: int32[B], the first slot of a shared prefix that each row attends to. None: 0.
       sinks: float[H], as in the reference. They are applied to the result of an implementation without them.
-      bias: float[H, D], as in the reference. Only "xla" supports it, and not with sinks or a shared prefix.
+      bias: float[H, D], as in the reference. "xla" and "pallas_tpu" support it, without sinks or a shared prefix.
       implementation: "xla" runs everywhere, "pallas_tpu" on TPU. None: the TPU kernel if the program is lowered for a
         TPU and the kernel supports these shapes, else "xla". "by_slot" runs everywhere, for bfloat16. With it no bit of
         a token's result depends on the pass that computes it. "mosaic_gpu" runs on Hopper GPUs, for bfloat16. It was
@@ -51,9 +51,9 @@ def tree_attention(
             f'tree_attention has no implementation "{implementation}"; use None, {", ".join(names)} or {last}'
         )
     is_shared = first is not None or prefix_k.shape[-4] < len(q)
-    if bias is not None and (is_shared or sinks is not None or implementation not in (None, "xla")):
+    if bias is not None and (is_shared or sinks is not None or implementation not in (None, "xla", "pallas_tpu")):
         raise NotImplementedError(
-            'tree_attention adds a bias by distance in the implementation "xla" only, without sinks or a shared prefix'
+            'tree_attention adds a bias by distance in "xla" and "pallas_tpu" only, without sinks or a shared prefix'
         )
     if is_shared:
         return shared_tree_attention(
@@ -85,7 +85,7 @@ def tree_attention(
             more = {"scale": scale, "softcap": softcap, "value_size": value_size}
             on_tpu = functools.partial(_run_kernel, kernel="tpu_by_slot", **more)
             run = functools.partial(jax.lax.platform_dependent, tpu=on_tpu, default=run)
-    elif implementation == "xla" or bias is not None or _load_kernel().unsupported_reason(q, k, prefix_k, value_size):
+    elif implementation == "xla" or _load_kernel().unsupported_reason(q, k, prefix_k, value_size, bias):
         run = functools.partial(jax.lax.platform_dependent, cuda=on_gpu, rocm=on_gpu, default=on_xla)
     else:
         run = functools.partial(jax.lax.platform_dependent, tpu=on_tpu, cuda=on_gpu, rocm=on_gpu, default=on_xla)
@@ -142,7 +142,8 @@ def _run_by_slot(q, k, v, prefix_k, prefix_v, length, positions, mask, key_posit
 def _run_kernel(
     q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions, layer, window, bias, *, kernel="tpu", **static
 ):  # fmt: skip
+    optional = {} if bias is None else {"bias": bias}
     return _load_kernel(kernel).tree_attention(
         q, k, v, prefix_k, prefix_v, length, positions, mask, key_positions=key_positions, layer=layer, window=window,
-        **static,
+        **optional, **static,
     )  # fmt: skip

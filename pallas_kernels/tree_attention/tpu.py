@@ -9,6 +9,9 @@ The mask among the new tokens is packed into bits, 32 per word. Empty slots may 
 Quantised keys and values are read as int8. Their scales, [heads, slots], are copied separately, in lanes like the
 scores and the weights, which they multiply. No dequantised block is stored.
 
+A bias by distance is a table per head in lanes, and each score gathers its entry. Blocks that are further from all
+queries than the table add its last entry.
+
 In latent attention the values are the first numbers of the keys (`value_size`). Then a block is copied once, and both
 products read the same buffer.
 """
@@ -35,7 +38,7 @@ MAX_ROWS = 1024  # query rows per kv head of one call; the scores of a block are
 MAX_TOKENS = 512  # new tokens of several calls: each of them holds the keys and values of all
 
 
-def unsupported_reason(q, k, prefix_k, value_size=None) -> str | None:
+def unsupported_reason(q, k, prefix_k, value_size=None, bias=None) -> str | None:
     """Return the reason why the kernel does not support these arguments, or None."""
     dim, rows = q.shape[-1], q.shape[1] * (q.shape[2] // k.shape[1])
     slots = prefix_k.shape[-2]
@@ -45,6 +48,10 @@ def unsupported_reason(q, k, prefix_k, value_size=None) -> str | None:
             f"dtypes {q.dtype}, {k.dtype}, {prefix_k.dtype}; it takes float32 or bfloat16, all equal, or these with "
             "quantised keys and values"
         )
+    if bias is not None and bias.shape[1] < 2:
+        return "a bias of one distance; it takes two or more"
+    if bias is not None and q.shape[2] != k.shape[1]:
+        return f"a bias by distance with {q.shape[2]} query heads and {k.shape[1]} kv heads; it takes equal numbers"
     if value_size is not None and (value_size % LANES or not 0 < value_size <= dim):
         return f"values of {value_size} numbers in keys of {dim}; it takes multiples of {LANES} that are no larger"
     largest = MAX_DIM if value_size is None else MAX_SHARED_DIM
@@ -63,7 +70,7 @@ def unsupported_reason(q, k, prefix_k, value_size=None) -> str | None:
 
 def tree_attention(
     q, k, v, prefix_k, prefix_v, length, positions, mask, *, key_positions=None, layer=None, scale, window=None,
-    softcap=None, with_total=False, value_size=None, block=None, interpret=False,
+    softcap=None, with_total=False, value_size=None, bias=None, block=None, interpret=False,
 ):  # fmt: skip
     """Compute `reference.tree_attention` with the kernel.
 
@@ -76,14 +83,14 @@ def tree_attention(
 
     Raises: NotImplementedError for the reason that `unsupported_reason` returns.
     """
-    reason = unsupported_reason(q, k, prefix_k, value_size)
+    reason = unsupported_reason(q, k, prefix_k, value_size, bias)
     if reason:
         raise NotImplementedError(f"the TPU tree_attention does not support {reason}")
     key_positions = positions if key_positions is None else key_positions
     arrays = 2 if value_size is None else 1
     attend = lambda q, positions, mask: _attend(
         q, (k, v)[:arrays], (prefix_k, prefix_v)[:arrays], length, positions, mask, key_positions, layer, scale, window,
-        softcap, with_total, value_size, block, interpret,
+        softcap, with_total, value_size, bias, block, interpret,
     )  # fmt: skip
     groups, t = q.shape[2] // k.shape[1], q.shape[1]
     if groups * t <= MAX_ROWS:
@@ -95,7 +102,7 @@ def tree_attention(
 
 def _attend(
     q, new, prefix, length, positions, mask, key_positions, layer, scale, window, softcap, with_total, value_size,
-    block, interpret,
+    bias, block, interpret,
 ):  # fmt: skip
     """Compute the attention of at most MAX_ROWS queries per kv head in one call of the kernel.
 
@@ -117,9 +124,10 @@ def _attend(
     # Rows of padding repeat the first ones, which is one operation; zeros would be a second one in each layer.
     by_row = lambda x: jnp.tile(x, (1, -(-rows // t), 1))[:, :rows]
     words = by_row(pack_bits(mask))  # int32[B, R, W]
-    places: tuple[jax.Array, ...] = ()  # positions of rows and keys, which only a window needs
-    if window is not None:
+    places: tuple[jax.Array, ...] = ()  # positions of rows and keys, which only a window and a bias need
+    if window is not None or bias is not None:
         places = by_row(positions[:, :, None]), jnp.pad(key_positions, ((0, 0), (0, pad_keys)))[:, None]
+    table = () if bias is None else _table_of(bias)
 
     per_row = jnp.stack([length, jnp.min(positions, 1)]).astype(jnp.int32)
     scalar = lambda x: jnp.asarray(x, jnp.int32).reshape(1)
@@ -134,7 +142,13 @@ def _attend(
         results += [jax.ShapeDtypeStruct((*result_rows, 1), jnp.float32)] * 2
     outputs = pl.pallas_call(
         functools.partial(
-            _kernel, block=block, slots=slots, has_window=window is not None, softcap=softcap, value_size=value_size
+            _kernel,
+            block=block,
+            slots=slots,
+            has_window=window is not None,
+            softcap=softcap,
+            value_size=value_size,
+            furthest=0 if bias is None else bias.shape[1] - 1,
         ),
         out_shape=results,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -142,6 +156,7 @@ def _attend(
             grid=(batch,),
             in_specs=[
                 *full_blocks((grouped, new, words, places)),
+                jax.tree.map(lambda x: pl.BlockSpec(x.shape, lambda b, *_: (0, 0, 0)), table),
                 jax.tree.map(lambda x: pl.BlockSpec(memory_space=pl.ANY), prefix),
             ],
             out_specs=full_blocks(results),
@@ -164,11 +179,28 @@ def _attend(
         ),
         interpret=interpret,
         name="tree_attention",
-    )(per_row, scalar(layer), scalar(ANY_DISTANCE if window is None else window), grouped, new, words, places, prefix)
+    )(
+        per_row,
+        scalar(layer),
+        scalar(ANY_DISTANCE if window is None else window),
+        grouped,
+        new,
+        words,
+        places,
+        table,
+        prefix,
+    )
     if not with_total:
         return ungroup_queries(outputs[0], t)
     out, top, total = outputs
     return finish(out, top, total, t, q.dtype, True)
+
+
+def _table_of(bias):
+    """Return a bias float[H, D] as float32 [H, 1, n] in whole tiles, and its last entries [H, 1, 1]."""
+    table = bias.astype(jnp.float32)
+    padding = -(table.shape[1] - 1) % LANES
+    return jnp.pad(table[:, :-1], ((0, 0), (0, padding)), mode="edge")[:, None], table[:, None, -1:]
 
 
 def _part_rows(kv_heads: int) -> int:
@@ -209,14 +241,16 @@ def pack_bits(mask):
 
 
 def _kernel(
-    per_row, layer, window, q, new, words, places, prefix, out, *refs, block, slots, has_window, softcap, value_size,
+    per_row, layer, window, q, new, words, places, table, prefix, out, *refs, block, slots, has_window, softcap,
+    value_size, furthest,
 ):  # fmt: skip
     """Process one batch row.
 
     q and out [K, G T, h]; words [R, W] of the rows of full tiles; new keys and values [K, M, h]; prefix in HBM; buffers
     of two blocks. With `value_size` there are only keys, and out is [K, G T, value_size]. Quantised keys and values
     include their scales. `places` has the positions of these rows [R, 1] and of the keys of full tiles [1, n] for a
-    window. `refs` has the softmax's maxima and sums [K, G T, 1] first, if they are results.
+    window or a bias. `table` has the bias of distances below `furthest` [K, 1, n], and of others [K, 1, 1]. `refs` has
+    the softmax's maxima and sums [K, G T, 1] first, if they are results.
     """
     *totals, full_q, full_new, buffers, acc, top, total, copied, arrived = refs
     row, num_rows = pl.program_id(0), pl.num_programs(0)
@@ -269,7 +303,22 @@ def _kernel(
         keys = load(arrays[0], *index)
         return keys, load(arrays[1], *index) if value_size is None else (keys[0][:, :value_size], keys[1])
 
-    def add_keys(head, keys, values, visible):
+    def bias_at(head, positions):
+        """Return the bias float32[R, n] of the keys at `positions` int32[1, n]."""
+        distance = jnp.clip(places[0][...] - positions, 0, furthest)
+        tiles = []
+        for first in range(0, distance.shape[1], LANES):
+            part = distance[:, first : first + LANES]
+            added = jnp.broadcast_to(table[1][head], part.shape)
+            for low in range(0, table[0].shape[2], LANES):
+                entries = jnp.broadcast_to(table[0][head, :, low : low + LANES], (part.shape[0], LANES))
+                at = jnp.clip(part - low, 0, LANES - 1)
+                near = jnp.take_along_axis(entries, at, 1, mode="promise_in_bounds")
+                added = jnp.where((part >= low) & (part < min(low + LANES, furthest)), near, added)
+            tiles.append(added)
+        return tiles[0] if len(tiles) == 1 else jnp.concatenate(tiles, 1)
+
+    def add_keys(head, keys, values, visible, bias=None):
         """Add keys and values [n, h], from `load`, where visible bool[R, n], by an online softmax."""
         # Mosaic has no other precision for bfloat16, and the program's own is for float32.
         precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
@@ -280,6 +329,7 @@ def _kernel(
         s = s if key_scales is None else s * key_scales
         if softcap is not None:
             s = softcap * jnp.tanh(s / softcap)
+        s = s if bias is None else s + bias
         s = jnp.where(visible, s, NEG)
         new_top = jnp.maximum(top[head], jnp.max(s, -1, keepdims=True))
         weights, fade = jnp.exp(s - new_top), jnp.exp(top[head] - new_top)
@@ -295,14 +345,21 @@ def _kernel(
     visible_new = unpack_bits(words[...], new[0].shape[1])
     if has_window:
         visible_new &= in_window(places[1][...])
+    bias_of_new = lambda head: None
+    if furthest:
+        new_at = places[1][...]
+        count = new_at.shape[1]
+        lanes = -(-count // LANES) * LANES if count > LANES else LANES
+        padded = jnp.concatenate([new_at, jnp.zeros((1, lanes - count), jnp.int32)], 1) if lanes > count else new_at
+        bias_of_new = lambda head: bias_at(head, padded)[:, :count]
     acc[...] = jnp.zeros_like(acc)
     total[...] = jnp.zeros_like(total)
     top[...] = jnp.full_like(top, NEG)
     for head in range(kv_heads):
         keys, values = load_both(new, head)
-        add_keys(head, keys, values, visible_new)
+        add_keys(head, keys, values, visible_new, bias_of_new(head))
 
-    def body(i, _):
+    def body(i, _, is_near=True):
         slot = copied[0] % 2
         copied[0] += 1
 
@@ -328,10 +385,17 @@ def _kernel(
                 values = jnp.where(is_text, values, jnp.zeros_like(values))
             else:
                 scales = jnp.where(position < length, scales, 0.0)
-            add_keys(head, keys, (values, scales), visible)
+            bias = None
+            if furthest:
+                bias = bias_at(head, position) if is_near else table[1][head]
+            add_keys(head, keys, (values, scales), visible, bias)
         return 0
 
-    jax.lax.fori_loop(first, last, body, 0)
+    near = first
+    if furthest:  # the first block with a key that is nearer to a query than the end of the table
+        near = jnp.clip((per_row[1, row] - furthest + 1) // block, first, last)
+        jax.lax.fori_loop(first, near, functools.partial(body, is_near=False), 0)
+    jax.lax.fori_loop(near, last, body, 0)
     count = out.shape[1]
     for head in range(kv_heads):
         out[head] = (acc[head] / total[head])[:count].astype(out.dtype)

@@ -1,6 +1,7 @@
 """The TPU kernel, simulated, against the specification: races detected, fresh memory and dead slots full of NaN."""
 
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -210,6 +211,73 @@ def test_in_a_loop_over_a_mesh():
     np.testing.assert_allclose(spread(*arrays, options["key_positions"]), twice, atol=2e-6)
 
 
+def bias_error(lengths, parents, *, furthest, module=tpu, window=None, chunk=None, **shapes) -> float:
+    """Return the largest difference between the kernel and the specification with a bias by distance."""
+    shapes = {"heads": 2, "kv_heads": 2} | shapes
+    clean, options = case(8, lengths, parents, **shapes)
+    dirty, _ = case(8, lengths, parents, dead=np.nan, **shapes)
+    bias = jax.random.normal(jax.random.key(2), (2, furthest + 1))
+    more = {"scale": 0.2, "window": window, "with_total": True, "bias": bias}
+    kernel = functools.partial(module.tree_attention, **more, block=chunk or BLOCK, interpret=SIMULATED)
+    ours = jax.jit(kernel)(*dirty, **options)
+    theirs = jax.jit(functools.partial(reference.tree_attention, **more))(*clean, **options)
+    differences = [np.abs(np.asarray(x) - np.asarray(y)).max() for x, y in zip(ours, theirs, strict=True)]
+    return float("inf") if np.isnan(differences).any() else float(max(differences))
+
+
+@pytest.mark.parametrize(
+    ("furthest", "tree", "options"),
+    [
+        (128, "ragged", {}), (16, "wide", {"earlier": 5}), (200, "chain", {"window": 150}), (1, "one", {}),
+        (128, "ragged", {"int8": True, "chunk": 256}),
+    ],
+)  # fmt: skip
+def test_a_bias_by_distance(furthest, tree, options):
+    """Blocks are near, far and partly near. The last block of 256 slots overlaps the one before."""
+    assert bias_error([0, 1, 129, 384], TREES[tree], furthest=furthest, **options) < 5e-6
+
+
+@pytest.mark.parametrize(
+    ("line", "mutant"),
+    [
+        ("- furthest + 1) // block", "- furthest + 1 + block) // block"),
+        ("distance = jnp.clip(places[0][...] - positions, 0, furthest)", "distance = jnp.maximum(positions, 0)"),
+        ("(part < min(low + LANES, furthest))", "(part < low + LANES)"),
+        ("table[0][head, :, low : low + LANES]", "table[0][0, :, low : low + LANES]"),
+        ("bias_of_new(head))", "None)"),
+    ],
+)
+def test_mutants_of_the_bias_are_caught(line, mutant, tmp_path):
+    source = pathlib.Path(tpu.__file__).read_text()
+    assert line in source
+    path = tmp_path / "mutant.py"
+    path.write_text(source.replace(line, mutant))
+    module = module_at(path)
+    assert max(bias_error([1, 300], TREES["ragged"], furthest=f, module=module) for f in (16, 128)) > 1e-3
+
+
+def test_biases_that_the_kernel_does_not_take():
+    arrays, options = case(8, [5], TREES["one"])
+    for bias, reason in ((jnp.zeros((4, 8)), "4 query heads and 2 kv heads"), (jnp.zeros((4, 1)), "one distance")):
+        with pytest.raises(NotImplementedError, match=reason):
+            tree_attention(*arrays, **options, scale=0.2, bias=bias, implementation="pallas_tpu")
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
+def test_the_compiler_takes_a_bias(topology):
+    """Flan-T5-large has 16 heads of 64 and 128 distances. Programs for a TPU choose the kernel themselves."""
+    mesh = jax.sharding.Mesh(np.array(devices(topology)[:1]), "x")
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
+    for tree in ("one", "wide"):
+        arrays, options = case(0, [5, 300], TREES[tree], heads=16, kv_heads=16, dtype=jnp.bfloat16)
+        arguments = jax.tree.map(place, (arrays, options, jax.ShapeDtypeStruct((16, 129), jnp.float32)))
+        run = lambda arrays, options, bias: tree_attention(*arrays, **options, scale=1.0, bias=bias)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            assert "tpu_custom_call" in jax.jit(run).lower(*arguments).compile().as_text()
+
+
 MUTANTS = {
     "a bit of the wrong key": (
         "unpack_bits",
@@ -248,8 +316,6 @@ def test_mutants_of_the_mask_are_caught(name, monkeypatch):
 )  # fmt: skip
 def test_mutants_of_the_kernel_are_caught(line, mutant, tmp_path):
     """Wrong in one line, the kernel gives another result, or none."""
-    import pathlib
-
     source = pathlib.Path(tpu.__file__).read_text()
     assert line in source
     path = tmp_path / "mutant.py"
