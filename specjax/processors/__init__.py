@@ -8,15 +8,15 @@ decoding with the same processors. Drafts are not processed: a forbidden token m
 from specjax.processors.automaton import Automaton, json_schema, regex
 from specjax.processors.bad_words import bad_words
 from specjax.processors.bias import ban, bias
-from specjax.processors.by_place import by_place, forced_tokens
 from specjax.processors.constraint import constraint, following
-from specjax.processors.forced import forced
-from specjax.processors.image_phases import image_phases
-from specjax.processors.lumina import LuminaLayout, LuminaTokens, lumina_layout
 from specjax.processors.min_length import min_length
 from specjax.processors.penalties.frequency import frequency
 from specjax.processors.penalties.presence import presence
 from specjax.processors.penalties.repetition import repetition
+from specjax.processors.places.by_place import by_place, forced_tokens
+from specjax.processors.places.forced import forced
+from specjax.processors.places.image_phases import image_phases
+from specjax.processors.places.lumina import LuminaLayout, LuminaTokens, lumina_layout
 from specjax.processors.timestamps import timestamps
 
 __all__ = [

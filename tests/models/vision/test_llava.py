@@ -83,7 +83,7 @@ def test_files_with_the_names_of_earlier_versions(llava, tmp_path):
         ({"vision_feature_layer": [-2, -1]}, "must be one layer of the 3 of its tower"),
         ({"vision_feature_select_strategy": "full"}, "does not support .only default"),
         ({"vision_config": TOWER | {"model_type": "siglip_vision_model"}}, "image tower .* .only CLIP"),
-        ({"projector_hidden_act": "silu"}, "projector_hidden_act"),
+        ({"projector_hidden_act": "relu"}, "projector_hidden_act"),
     ],
 )
 def test_other_towers_are_refused(llava, tmp_path, changes, message):

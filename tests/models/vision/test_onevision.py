@@ -72,7 +72,7 @@ CASES = ["wide.png"], ["tall.png"], ["large.png"], ["small.png"], ["wide.png", "
 
 
 def test_ids_logits_and_texts_are_those_of_transformers(onevision):
-    """One image has a grid of tiles, which is resized unless it is small. Two images are one tile each."""
+    """An image alone has a grid of tiles, which is resized unless it is small. Two images are one tile each."""
     model, folder, target, processor = onevision
     ours = [processor.chat("w5 w6", [folder / name for name in names]) for names in CASES]
     prompts, tiles = [ids for ids, _ in ours], [entry for _, entry in ours]

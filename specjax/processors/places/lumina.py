@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from specjax.errors import UsageError
-from specjax.processors.by_place import by_place
+from specjax.processors.places.by_place import by_place
 from specjax.types import Processor
 
 UNIT = 32
