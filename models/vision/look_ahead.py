@@ -8,6 +8,7 @@ over the complete text, wherever its borders are.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,9 @@ from specjax.arrays.indexing import take_along
 from specjax.models import cache as kv
 from specjax.models.vision.memory import ImageMemory
 from specjax.types import Array, Output, Stream
+
+UNUSED_LOGITS: Any = None
+"""Both branches leave logits out, because those of the rest would be one of the largest arrays of a prefill."""
 
 
 def with_images(mask: Array, positions: Array, keys: Array, memory: ImageMemory, count: int) -> Array:
@@ -59,7 +63,7 @@ def look_ahead(
 
     def run_chunk() -> tuple[Output, kv.Pending]:
         output, pending = run(Stream(x), positions=positions, mask=mask)
-        return output._replace(logits=None), pending
+        return output._replace(logits=UNUSED_LOGITS), pending
 
     def run_with_rest() -> tuple[Output, kv.Pending]:
         vectors = take_along(memory.vectors, jnp.where(is_rest, ahead, 0)[..., None], 1)
@@ -73,8 +77,7 @@ def look_ahead(
             positions=jnp.concatenate([positions, positions[:, -1:] + 1 + jnp.arange(count - 1)], 1),
             mask=jnp.concatenate([rows, rest_rows], 1),
         )
-        # Logits of the rest would be one of the largest arrays of a prefill.
-        output = jax.tree.map(lambda part: part[:, :size], output._replace(logits=None))
+        output = jax.tree.map(lambda part: part[:, :size], output._replace(logits=UNUSED_LOGITS))
         return output, kv.truncate_pending(pending, size)
 
     return jax.lax.cond(jnp.any(is_rest), run_with_rest, run_chunk)

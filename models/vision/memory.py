@@ -107,7 +107,7 @@ def images(
         inside = mask[:, : side * patch, : side * patch].reshape(number, side, patch, side, patch)
         patches[row, :number] = inside.any((2, 4))
         places[row, : len(at)] = at
-    return jax.tree.map(jnp.asarray, Images(pixels, patches, places, samples))
+    return Images(*jax.tree.map(jnp.asarray, (pixels, patches, places, samples)))
 
 
 def _are_runs(places: np.ndarray, size: int) -> bool:

@@ -35,7 +35,7 @@ class ImageDecoder(Decoder):
         super().__init__(config, rngs=rngs, layers=layers)
         tower = GridTower if config.tower.merge else ImageTower
         self.tower = tower(config.tower, dtype=config.dtype, rngs=rngs)
-        self.connector = make_connector(config, rngs)
+        self.connector: Any = make_connector(config, rngs)
 
     def encode(self, images: Images | GridImages, layout: Layout | None = None) -> ImageMemory:
         """Run the tower and the connector, one tile after another. Tiles without an image take no time.
@@ -96,7 +96,8 @@ class ImageDecoder(Decoder):
         if cache.memory is not None and self.config.sections:
             rotary = cache.memory.rotary(positions, self.config.frequency_axes)
             options["settings"] = self.config.attention_settings(rotary)
-        run = functools.partial(super().__call__, cache=cache.text, **options)
+        decode: Callable[..., tuple[Output, kv.Pending]] = super().__call__
+        run = functools.partial(decode, cache=cache.text, **options)
         if cache.memory is None or not self.config.sees_ahead:
             return run(tokens, positions=positions, mask=mask)
         count, earlier = self.config.vectors_per_tile, options.get("earlier")
@@ -104,6 +105,7 @@ class ImageDecoder(Decoder):
         visible = with_images(mask, positions, keys, cache.memory, count)
         if not texts.is_causal(mask):
             return run(tokens, positions=positions, mask=visible)
+        assert isinstance(tokens, Stream), "made above, or given"
         output, pending = look_ahead(run, tokens.values, positions, visible, cache.memory, count)
         return output._replace(logits=self.predict(output.hidden, options.get("layout"))), pending
 

@@ -139,9 +139,8 @@ class ImageProcessor(NamedTuple):
         """Return the tiles of images of any resolution, and the number of vectors of each."""
         sizes, tower = self.config.any_resolution, self.config.tower
         assert sizes is not None
-        if len(pictures) > 1:
-            grids = [None] * len(pictures)
-        else:
+        grids: list[tuple[int, int] | None] = [None] * len(pictures)
+        if len(pictures) == 1:
             grids = [anyres.best_grid(p.height, p.width, tower.image_size, sizes.grids) for p in pictures]
         counts = [1 if grid is None else 1 + grid[0] * grid[1] for grid in grids]
         if values.shape[:2] != (len(pictures), max(counts)):

@@ -163,5 +163,5 @@ def _text(model: Model, batch: int, size: int) -> tuple[Any, Any]:
     mask, path = texts.causal_mask(batch, size), texts.in_order(batch, size)
     if model.capabilities.reads_in_order:
         return mask, path
-    mask = mask if model.capabilities.sees_ahead else texts.traced_mask(mask)
-    return mask, path if model.config is not None else jnp.asarray(path)
+    visible = mask if model.capabilities.sees_ahead else texts.traced_mask(mask)
+    return visible, path if model.config is not None else jnp.asarray(path)
