@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -354,8 +354,10 @@ def kv_head_copies(config: Any, num_parts: int) -> int:
     return copies if (config.num_heads // config.num_kv_heads) % copies == 0 else 1
 
 
-def has_kv_head_rows(config: Any, part: str) -> bool:
-    """Return True if the rows of a layer's `part` belong to key/value heads."""
+def has_kv_head_rows(config: Any, keys: Sequence[Any], part: str) -> bool:
+    """Return True if the rows of `part`, below `keys` in the parameters, belong to key/value heads of the decoder."""
+    if keys[0] in REPLICATED:
+        return False
     has_norm_by_head = config.qk_norm_scope == "projection" or config.qk_layer_norm
     return part in ("k", "v") or (part == "k_norm" and has_norm_by_head)
 
@@ -367,7 +369,7 @@ def repeat_kv_heads(params: PyTree, config: Any, copies: int) -> PyTree:
 
     def repeat_leaf(path, leaf):
         names = [str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey)]
-        if names[0] in REPLICATED or not has_kv_head_rows(config, names[-2]):
+        if not has_kv_head_rows(config, names, names[-2]):
             return leaf
         is_matrix = names[-2] != "k_norm" and names[-1] == "weight"
         axis = leaf.ndim - (2 if is_matrix else 1)  # [.., K * h, D] and [.., K * h]

@@ -164,7 +164,7 @@ def read_model(
         fields = as_language_model(fields) if head is not None and fields is not None else fields
         checkpoint, tokenizer = _read(
             path, fields, is_head_tensor if head else None, dtype=dtype, cache_dtype=cache_dtype,
-            reads_images=images and mesh is None and not same_bits and head is None, name=_name(source, path),
+            reads_images=images and not same_bits and head is None, name=_name(source, path),
             **storage,
         )  # fmt: skip
         check_tensors(checkpoint)

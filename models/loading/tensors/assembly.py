@@ -241,7 +241,7 @@ def list_parameters(
             stored = checkpoint.stored[".".join(["layers", "*", *fields[1:]] if in_stack and not is_list else fields)]
             stored = stored._replace(name=stored.name.replace("*", str(layer)).replace("#", str(expert)))
             stored = stored._replace(expert=expert) if stored.stacked else stored
-            copies = full_config.num_kv_heads // config.num_kv_heads if has_kv_head_rows(config, name) else 1
+            copies = full_config.num_kv_heads // config.num_kv_heads if has_kv_head_rows(config, keys, name) else 1
             index = (place,) * in_stack + (expert,) * (num_experts > 0)
             parts.append(Part(stored, index, rows, copies))
         form = format_of(config, keys, shape[in_stack:]) if isinstance(shape_dtype, QuantizedArray) else None

@@ -223,3 +223,13 @@ def test_saved_models(gemma, tmp_path):
     copy, _ = specjax.load(str(tmp_path))
     assert copy.model.config == dataclasses.replace(target.model.config, name=copy.model.config.name)
     jax.tree.map(np.testing.assert_array_equal, target.params, copy.params)
+
+
+def test_on_a_mesh(gemma, texts):
+    """Eight devices in two parts of rows and four of heads, of which two have the same key/value head."""
+    _, folder, target = gemma
+    split = specjax.load(str(folder), mesh=specjax.mesh(2, 4))[0]
+    assert isinstance(split.model.config, VisionLanguageConfig)
+    inputs = images(target, PROMPTS, TILES)
+    result = specjax.decode(split, "prompt_lookup", PROMPTS, key=0, inputs=inputs, max_new_tokens=12)
+    assert result.to_lists() == [text[:12] for text in texts]
