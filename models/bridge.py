@@ -77,6 +77,11 @@ def _decoder_class(config: Config) -> Any:
     return next((module for kind, module in classes.items() if isinstance(config, kind)), Decoder)
 
 
+def is_text_decoder(config: Config) -> bool:
+    """Return True for a model whose layers are all those of `Decoder`, without an encoder or a tower."""
+    return _decoder_class(config) is Decoder
+
+
 @functools.cache
 def _abstract(config: Config):
     """Return (graphdef, pure dict of ShapeDtypeStructs) of the module of `config`."""

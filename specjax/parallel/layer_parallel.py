@@ -36,6 +36,7 @@ from specjax.models.bridge import (
     abstract_params,
     check_no_inputs,
     embedding_and_head_fields,
+    is_text_decoder,
     kv_cache_fields,
 )
 from specjax.models.hybrid.config import HybridConfig
@@ -100,6 +101,10 @@ def check_layer_parallel(config: Any, mesh: Mesh, group: int | None = None) -> N
         raise UsageError(
             f"{config.name} has layers of several kinds, which a layer-parallel model cannot run in groups; use "
             "specjax.shard"
+        )
+    if not is_text_decoder(config):
+        raise UsageError(
+            f"{config.name} reads or writes more than text, which a layer-parallel model cannot; choose a model of text"
         )
     if config.experts is not None:
         raise UsageError(

@@ -9,7 +9,7 @@ from image_heads import PROMPTS, VECTORS, head_of, vision_target
 from image_models import IMAGE, random_tiles
 
 import specjax
-from specjax import parallel
+from specjax import UsageError, parallel
 from specjax.bench import measure
 from specjax.drafters import head_drafter
 from specjax.engine.prepare import Settings
@@ -113,3 +113,8 @@ def test_a_server():
         assert served.error is None
         answers[served.request] += served.tokens
     assert answers == texts(target, PROMPTS, images(target, PROMPTS, TILES, num_tiles=4), None)
+
+
+def test_a_layer_parallel_model_is_refused():
+    with pytest.raises(UsageError, match="reads or writes more than text, which a layer-parallel model cannot"):
+        parallel.place_layer_parallel(vision_target(), parallel.mesh(layer=2, model=1))
