@@ -15,6 +15,7 @@ from specjax.drafters import head_drafter
 from specjax.engine.prepare import Settings
 from specjax.models import PromptPatches, images, init_params, make_model
 from specjax.models.vision.config import ConnectorSizes, TowerSizes, VisionLanguageConfig
+from specjax.parallel import layer_parallel
 
 MESHES = [{"data": 2, "model": 2}, {"model": 4}, {"sequence": 2, "model": 2}]
 TILES = [random_tiles(prompt.count(IMAGE) // VECTORS, seed) for seed, prompt in enumerate(PROMPTS)]
@@ -117,4 +118,4 @@ def test_a_server():
 
 def test_a_layer_parallel_model_is_refused():
     with pytest.raises(UsageError, match="reads or writes more than text, which a layer-parallel model cannot"):
-        parallel.place_layer_parallel(vision_target(), parallel.mesh(layer=2, model=1))
+        layer_parallel.place_layer_parallel(vision_target(), parallel.mesh(layer=2, model=1))
