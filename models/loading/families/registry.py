@@ -54,7 +54,8 @@ HYBRIDS = (
     deepseek_gguf,
 )
 VISION = (idefics, llava, qwen2_vl, qwen2_5_vl, qwen3_vl, gemma3_vision, onevision)
-FAMILIES = (llama, gemma3, llada, *HYBRIDS, t5, bart, whisper, *VISION, chameleon, janus)
+OF_CODES = (chameleon, janus)
+FAMILIES = (llama, gemma3, llada, *HYBRIDS, t5, bart, whisper, *VISION, *OF_CODES)
 
 _MAMBA_1 = "its Mamba-1 layers have a decay for each channel and state, so one pass cannot verify a token tree"
 _KDA = "its Kimi delta attention has a decay for each key channel, which specjax does not support"

@@ -13,7 +13,7 @@ from specjax.models.loading.families.gemma import gemma3, gemma4
 from specjax.models.loading.families.hybrid import lfm2, qwen3_5, qwen3_next
 from specjax.models.loading.families.latent import deepseek
 from specjax.models.loading.families.model_classes import PREFIXES, check_class, check_own_code
-from specjax.models.loading.families.registry import VISION
+from specjax.models.loading.families.registry import OF_CODES, VISION
 
 
 def fields(**values) -> ConfigFields:
@@ -24,7 +24,7 @@ def test_the_classes_of_transformers_are_the_families_own():
     transformers = pytest.importorskip("transformers")
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    families = llama, gemma3, qwen3_5, qwen3_next, lfm2, gemma4, deepseek, *VISION
+    families = llama, gemma3, qwen3_5, qwen3_next, lfm2, gemma4, deepseek, *VISION, *OF_CODES
     types = {kind for family in families for kind in family.HF_TYPES}
     assert set(PREFIXES) == types - {"llada2_moe"}  # its class comes with its files
     for kind in PREFIXES.keys() - {"mimo"}:  # its class comes with its files
