@@ -90,12 +90,14 @@ def guided(target: Target, scale: Array | float, *, first: int = 0, end: int | N
         scale needs no compilation.
       first, end: tokens of the text, counted from 0, to which guidance applies. `end` is excluded; None: no end.
 
+    A model that reads images reads texts only under guidance.
+
     Raises: UsageError for a scale or a range below 0, and for models with recurrent layers, compressed caches or other
       inputs, and for a mesh.
     """
     base = target.model
     capabilities = base.capabilities
-    has_other_inputs = capabilities.inputs and not isinstance(base.config, CaptionConfig)
+    has_other_inputs = capabilities.requires_inputs and not isinstance(base.config, CaptionConfig)
     if has_other_inputs or capabilities.reads_in_order or base.finish_prompt or base.mark_prompt:
         raise UsageError(
             f"{base.name} cannot be guided, because its cache depends on more than the tokens; use a decoder whose "
@@ -131,6 +133,8 @@ def _model(base: Model) -> Model:
         if scale.shape not in ((), (1,), (batch,)):
             raise UsageError(f"scale must be one number or one per prompt, {batch}, but it has the shape {scale.shape}")
         tokens, length, of_base = inputs
+        if of_base is not None and not base.capabilities.requires_inputs:
+            raise UsageError(f"{base.name} reads texts only under guidance; leave out inputs of unconditional(...)")
         pairs = None if of_base is None else jax.tree.map(_pairs, *of_base)
         cache = base.init_cache(params["base"], pairs, PAIR * batch, capacity + tokens.shape[1])
         cache = _read_prompts(base, params["base"], cache, tokens, length - 1)
@@ -237,12 +241,20 @@ def _model(base: Model) -> Model:
         head=of_base(base.head),
         best=None,  # the head reads one row of a pair
         queries=None,
+        images=None,
         pass_params=lambda params: params["base"] if read is None else read(params["base"]),
         config=None,
         base_config=base.config or base.base_config,
         name=f"{base.name} with guidance",
         capabilities=base.capabilities._replace(
-            depth=False, mixtures=False, streams=False, vectors=False, inputs=True, shared_keys=None
+            depth=False,
+            mixtures=False,
+            streams=False,
+            vectors=False,
+            inputs=True,
+            needs_inputs=True,
+            shared_keys=None,
+            sees_ahead=False,
         ),
     )
 

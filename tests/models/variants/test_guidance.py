@@ -1,5 +1,6 @@
 """Guided targets: pairs of rows are two forward passes combined, and every method keeps the law of plain decoding."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from heads import tiny_head
+from image_heads import vision_target
 from tiers import those
 from toy import chi_square, tiny_llama, tiny_llama_alike
 
@@ -15,9 +17,11 @@ from specjax import UsageError, decode, trees
 from specjax.drafters import auto, autoregressive, jacobi, prompt_lookup, token_recycling, two_model
 from specjax.engine.prepare import Settings, prepare
 from specjax.engine.run import start, step
-from specjax.models import guided, unconditional
+from specjax.models import LlamaConfig, guided, images, make_model, unconditional
+from specjax.models.decoder import DecoderConfig
 from specjax.models.variants import guidance
 from specjax.models.variants.guidance import _model
+from specjax.models.vision.config import values_of
 
 PROMPTS = [[5, 9, 2, 7], [3], list(range(20, 43))]
 EMPTY = [[1], [8, 6, 1], list(range(40, 2, -1))]
@@ -297,3 +301,20 @@ def test_a_step_does_not_copy_the_cache():
     state = jax.eval_shape(start, job)
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
     assert step.lower(job.parts, state).compile().memory_analysis().temp_size_in_bytes < 0.1 * size
+
+
+def test_a_model_with_images_reads_texts_under_guidance():
+    """Its texts are those of its text model. Images are refused."""
+    reader = vision_target()
+    config = LlamaConfig(**values_of(reader.model.config, dataclasses.fields(DecoderConfig)))
+    params = {name: part for name, part in reader.params.items() if name not in ("tower", "connector")}
+    options = {"key": 0, "max_new_tokens": 8, "inputs": unconditional([[3, 4]])}
+    texts = [
+        decode(guided(one, 3.0), "prompt_lookup", [[5, 6, 7]], **options).to_lists()
+        for one in (reader, specjax.Target(make_model(config), params))
+    ]
+    assert texts[0] == texts[1] != decode(reader, None, [[5, 6, 7]], key=0, max_new_tokens=8).to_lists()
+    inputs = images(reader, [[5, 6]], [None], num_tiles=1)
+    with pytest.raises(UsageError, match="reads texts only under guidance"):
+        options |= {"inputs": unconditional([[3]], inputs=(inputs, inputs))}
+        decode(guided(reader, 3.0), None, [[5, 6]], **options)
