@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.files.untrusted import quote
 from specjax.models.image_tokens.decoder import CodeDecoderConfig
 
 CODE_NAME = re.compile(r"IMGIMG([A-J]+)[A-Z]")
@@ -38,6 +39,8 @@ def code_tokens(vocabulary: Mapping[str, int]) -> np.ndarray:
 
     Raises: UsageError for a vocabulary without codes, or without some of them.
     """
+    if not isinstance(vocabulary, Mapping):
+        raise UsageError(f"a vocabulary has ids by name, not {quote(vocabulary)}; give vocabulary_map of config.json")
     names = ((CODE_NAME.fullmatch(name), token) for name, token in vocabulary.items())
     tokens = {int(match[1].translate(DIGITS)): token for match, token in names if match}
     if not tokens or sorted(tokens) != list(range(len(tokens))):

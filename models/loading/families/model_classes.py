@@ -29,6 +29,9 @@ PREFIXES = {
 }  # fmt: skip
 """The beginning of the class names of each supported `model_type` in transformers."""
 
+TRAINERS_PREFIXES = {"chameleon": ("ChameleonXLLMX",)}
+"""The same in code of authors who trained a model with a class of their own, such as Lumina-mGPT."""
+
 DIFFUSION_PREFIXES = {
     "sdar": "SDAR", "Dream": "Dream", "Fast_dLLM_Qwen": "Fast_dLLM_Qwen", "a2d-qwen2": "A2DQwen2",
     "a2d-qwen3": "A2DQwen3", "a2d-llama": "A2DLlama", "llada": "LLaDA", "sdar_moe": "SDARMoe",
@@ -107,8 +110,9 @@ def check_class(hf: ConfigFields, base: str | None = None) -> None:
     prefix = (PREFIXES | DIFFUSION_PREFIXES).get(kind)
     if prefix is None:
         return
-    prefixes = [prefix.lower(), *([PREFIXES[base].lower()] if base in PREFIXES else [])]
-    names = {name + suffix for name in prefixes for suffix in (DIFFUSION_SUFFIXES if base else SUFFIXES)}
+    prefixes = [prefix, *TRAINERS_PREFIXES.get(kind, ()), *([PREFIXES[base]] if base in PREFIXES else [])]
+    suffixes = DIFFUSION_SUFFIXES if base else SUFFIXES
+    names = {name.lower() + suffix for name in prefixes for suffix in suffixes}
     for entry in named_classes(hf):
         plain = entry.name.lower()
         for wrapper in WRAPPERS:

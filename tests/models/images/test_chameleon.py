@@ -153,10 +153,27 @@ def test_an_image_inside_of_a_text(chameleon):
         assert ours == text
 
 
+def test_the_class_of_lumina_is_read(chameleon, tmp_path):
+    """Its files name a class of its trainer, and have three more fields."""
+    _, folder, target = chameleon
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields |= {"architectures": ["ChameleonXLLMXForConditionalGeneration"], "z_loss_weight": 1e-5}
+    fields |= {"mask_image_logits": False, "dropout": 0.05}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with warnings.catch_warnings():  # no field is reported as unread
+        warnings.simplefilter("error", CheckpointWarning)
+        loaded = specjax.load(str(tmp_path))[0]
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, target.params)
+
+
 def test_tokens_of_codes():
     assert code_tokens(SHAPE["vocabulary_map"]).tolist() == list(CODES.values())
     with pytest.raises(UsageError, match="has 0 codes, which must be numbered from 0"):
         code_tokens({"a": 3})
+    with pytest.raises(UsageError, match=r"has ids by name, not \[\]; give vocabulary_map"):
+        code_tokens([])
 
 
 def test_what_the_files_of_images_are_not(chameleon, tmp_path):

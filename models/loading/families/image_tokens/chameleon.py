@@ -13,6 +13,9 @@ from specjax.models.loading.tensors.assembly import StoredTensor
 HF_TYPES = ("chameleon",)
 GGUF_TYPES = ()
 
+SKIPPED = "model_type", "model_parallel_size", "mask_image_logits", "dropout", "z_loss_weight"
+"""Fields about training, and the one that hides all codes in the code of Lumina-mGPT, as processors do here."""
+
 FIELDS = {
     "vocab_size": 65_536, "num_key_value_heads": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
 }  # fmt: skip
@@ -24,7 +27,7 @@ def config_from_hf(hf: ConfigFields, **options) -> ChameleonConfig:
 
     `options`: dtype, cache_dtype, name, and those of `storage_options`.
     """
-    hf.skip("model_type", "model_parallel_size")  # the latter is of a layout in training
+    hf.skip(*SKIPPED)
     text = dataclasses.replace(hf, values={**hf.values, "model_type": "llama"}).with_defaults(FIELDS)
     decoder = llama.config_from_hf(text, **options)
     shape = {field.name: getattr(decoder, field.name) for field in dataclasses.fields(decoder)}
