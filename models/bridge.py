@@ -386,6 +386,9 @@ def _caption_fields(config: CaptionConfig, module_of: Callable[[PyTree], Any]) -
         "pass_params": image_captions.pass_params,
         **conditioned_cache_functions(),
         "queries": None,
+        "check_inputs": lambda inputs, tokens, lengths, _: image_captions.check_placeholders(
+            config, inputs, tokens, lengths
+        ),
         "capabilities": text["capabilities"]._replace(inputs=True, placeholder=config.placeholder),
     }
 

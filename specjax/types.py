@@ -225,8 +225,9 @@ class Model(NamedTuple):
     `images(cache)` returns the vectors of the images of the prompts (`models.vision.ImageMemory`), or None if there are
     no images. None: the model reads no images.
 
-    `check_inputs(inputs, max_new_tokens)` raises UsageError for inputs with values that do not fit. It is called before
-    the program runs, and not for traced values. None: all values fit.
+    `check_inputs(inputs, tokens, lengths, max_new_tokens)` raises UsageError for inputs with values that do not fit the
+    prompts int[B, P] of `lengths` int[B] tokens. It is called before the program runs, and not for traced values. None:
+    all values fit.
     """
 
     init_cache: Callable[..., PyTree]
@@ -250,7 +251,7 @@ class Model(NamedTuple):
     pass_params: Callable[[PyTree], PyTree] | None = None
     source: Callable[[PyTree], Source] | None = None
     images: Callable[[PyTree], PyTree] | None = None
-    check_inputs: Callable[[PyTree, int], None] | None = None
+    check_inputs: Callable[[PyTree, Array, Array, int], None] | None = None
     capabilities: Capabilities = Capabilities()
     config: Any = None  # configuration from which `specjax.models` built the model
     base_config: Any = None  # that of the model whose layers a variant without a configuration runs

@@ -26,6 +26,7 @@ from specjax.errors import UsageError
 from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.image_tokens.llamagen import LlamaGenConfig, LlamaGenDecoder
+from specjax.numerics.global_arrays import gather
 from specjax.types import Appended, Array, Mixture, Output, PyTree, Stream, Target
 
 PARTS = "caption_mlp", "unconditional"
@@ -56,26 +57,35 @@ class Captions(NamedTuple):
 def captions(target: Target, features: Sequence[Any]) -> Captions:
     """Return the `inputs` for the features [n, caption_width] of each caption. A prompt has n placeholders.
 
-    Raises: UsageError for a model without captions, and for features of another shape.
+    Raises: UsageError for a model without captions, for no captions, and for features of another shape.
     """
     config = caption_config(target)
-    arrays = [np.asarray(x, np.float32) for x in features]
-    for row, x in enumerate(arrays):
-        if x.ndim != 2 or x.shape[1] != config.caption_width or not 1 <= len(x) <= config.condition_tokens:
-            raise UsageError(
-                f"the features of caption {row} have the shape {list(x.shape)}, which must be 1 to "
-                f"{config.condition_tokens} vectors of {config.caption_width} numbers without padding"
-            )
+    arrays = [_features_of(row, x, config) for row, x in enumerate(features)]
+    if not arrays:
+        raise UsageError("there are no captions; give the features of one caption per prompt")
     padded = [np.pad(x, ((0, config.condition_tokens - len(x)), (0, 0))) for x in arrays]
     return Captions(jnp.asarray(np.stack(padded)), jnp.asarray([len(x) for x in arrays], jnp.int32))
 
 
+def _features_of(row: int, features: Any, config: CaptionConfig) -> np.ndarray:
+    """Return the features float32[n, W] of a caption. Raises: UsageError for another shape."""
+    try:
+        x = np.asarray(features, np.float32)
+    except (TypeError, ValueError):  # texts, or lists of different lengths
+        x = np.zeros(0)
+    if x.ndim != 2 or x.shape[1] != config.caption_width or not 1 <= len(x) <= config.condition_tokens:
+        raise UsageError(
+            f"the features of caption {row} have the shape {list(x.shape)}, which must be 1 to "
+            f"{config.condition_tokens} vectors of {config.caption_width} numbers without padding"
+        )
+    return x
+
+
 def unconditional_captions(target: Target, conditional: Captions) -> Captions:
     """Return the learned captions with the lengths of `conditional`: the last vectors of the learned ones."""
+    count = caption_config(target).condition_tokens
     table = target.params["unconditional"]["weight"]
-    places = (
-        caption_config(target).condition_tokens - conditional.length[:, None] + jnp.arange(conditional.vectors.shape[1])
-    )
+    places = count - conditional.length[:, None] + jnp.arange(conditional.vectors.shape[1])
     return Captions(jnp.take(table, places, axis=0, mode="clip").astype(jnp.float32), conditional.length)
 
 
@@ -92,6 +102,24 @@ def check_captions(config: CaptionConfig, inputs: PyTree) -> None:
     shape = (config.condition_tokens, config.caption_width)
     if not isinstance(inputs, Captions) or inputs.vectors.shape[1:] != shape:
         raise UsageError(f"inputs of {config.name} must be captions; pass inputs=specjax.models.captions(...)")
+
+
+def check_placeholders(config: CaptionConfig, inputs: PyTree, tokens: Any, lengths: Any) -> None:
+    """Check that each prompt int[B, P] begins with one placeholder per vector of its caption, and has no others.
+
+    The vectors replace the first tokens of a text, so a shorter prompt would lose codes.
+
+    Raises: UsageError for other prompts.
+    """
+    check_captions(config, inputs)
+    tokens, lengths, counts = gather((tokens, lengths, inputs.length))
+    for row, (prompt, length, count) in enumerate(zip(tokens, lengths, counts, strict=True)):
+        is_placeholder = prompt[:length] == config.placeholder
+        if is_placeholder.sum() != count or not is_placeholder[:count].all():
+            raise UsageError(
+                f"prompt {row} has {is_placeholder.sum()} placeholders (token {config.placeholder}), and its caption "
+                f"{count} vectors; begin it with one placeholder per vector"
+            )
 
 
 class CaptionMLP(nnx.Module):

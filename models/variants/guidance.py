@@ -73,8 +73,14 @@ def unconditional(
         multiple of 32.
       inputs: for a target with inputs, those of the prompts and those of the unconditional prompts.
 
-    Raises: UsageError for no prompts, and for a prompt that is empty, longer than `length` or no list of token ids.
+    Raises: UsageError for no prompts, for a prompt that is empty, longer than `length` or no list of token ids, and for
+      inputs that are not two.
     """
+    if inputs is not None and not (type(inputs) is tuple and len(inputs) == PAIR):
+        raise UsageError(
+            "the inputs of unconditional prompts must be a pair, those of the prompts and those of the unconditional "
+            f"prompts, not a {type(inputs).__name__}"
+        )
     return Unconditional(*pad_token_lists("unconditional prompts", prompts, length, shortest=1), inputs)
 
 
@@ -143,11 +149,18 @@ def _model(base: Model) -> Model:
         one = jnp.ones((batch,), jnp.int32)
         return GuidedCache(split_rows(base, cache), one, length - 1, last, jnp.broadcast_to(scale, (batch,)))
 
-    def check_inputs(inputs, max_new_tokens: int) -> None:
+    def check_inputs(inputs, tokens: Array, lengths: Array, max_new_tokens: int) -> None:
         if not isinstance(inputs, Unconditional):  # `init_cache` refuses it
             return
-        tokens, lengths = gather((inputs.tokens, inputs.length))
-        for row, (prompt, length) in enumerate(zip(tokens, lengths, strict=True)):
+        if base.check_inputs is not None and inputs.inputs is not None:
+            given, null = inputs.inputs
+            base.check_inputs(given, tokens, lengths, max_new_tokens)
+            try:
+                base.check_inputs(null, inputs.tokens, inputs.length, max_new_tokens)
+            except UsageError as error:
+                raise UsageError(f"unconditional {error}") from None
+        null_tokens, null_lengths = gather((inputs.tokens, inputs.length))
+        for row, (prompt, length) in enumerate(zip(null_tokens, null_lengths, strict=True)):
             unknown = [token for token in prompt[:length] if not 0 <= token < base.vocab_size]
             if unknown:
                 raise UsageError(

@@ -332,8 +332,10 @@ def check_input_values(
         check_source(inputs, vocab_size)
     elif model is not None and inputs is None:
         _check_placeholders(model.capabilities.placeholder, tokens, lengths)
-    elif model is not None and model.check_inputs is not None and not is_traced(*jax.tree.leaves(inputs)):
-        model.check_inputs(inputs, max_new_tokens)
+    elif model is None or model.check_inputs is None or is_traced(tokens, lengths, *jax.tree.leaves(inputs)):
+        return
+    else:
+        model.check_inputs(inputs, tokens, lengths, max_new_tokens)
 
 
 def _check_placeholders(placeholder: int | None, tokens: Any, lengths: Any) -> None:

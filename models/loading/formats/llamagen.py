@@ -12,6 +12,7 @@ from specjax.errors import UsageError
 from specjax.models.bridge import make_model
 from specjax.models.image_tokens.captions import CaptionConfig
 from specjax.models.image_tokens.llamagen import LlamaGenConfig
+from specjax.numerics.validation import check_integer
 from specjax.types import Target
 
 UNCONDITIONAL = "cls_embedding.uncond_embedding"
@@ -36,6 +37,8 @@ def read_llamagen(tensors: Mapping[str, Any], num_heads: int, *, grid: int = 16,
 
     Raises: UsageError for tensors of another model.
     """
+    check_integer("num_heads", num_heads)
+    check_integer("grid", grid)
     get = lambda name: _array(tensors, name)
     codes, width = get("tok_embeddings.weight").shape
     has_captions = UNCONDITIONAL in tensors

@@ -235,6 +235,45 @@ def test_other_captions_are_refused():
         )
 
 
+@pytest.mark.parametrize("count", [1, 3, PLACES])
+def test_prompts_have_a_placeholder_per_vector(count):
+    """The vectors of a caption replace the first tokens, so a prompt that is too short would lose codes."""
+    given = captions(text_target(), features()[:1])
+    null = unconditional_captions(text_target(), given)
+    right = [[CODES] * len(features()[0])]
+    options = {"key": 0, "max_new_tokens": 2}
+
+    def guided_image(prompts, null_prompts):
+        inputs = unconditional(null_prompts, inputs=(given, null))
+        return decode(guided(text_target(), 2.0), autoregressive(), prompts, inputs=inputs, **options)
+
+    message = rf"^{{}}prompt 0 has {count} placeholders \(token {CODES}\), and its caption 3 vectors"
+    decode(text_target(), autoregressive(), [[*right[0], 4, 5]], inputs=given, **options)  # a part of an image
+    if count == 3:
+        guided_image(right, right)
+        return
+    with pytest.raises(UsageError, match=message.format("")):
+        decode(text_target(), autoregressive(), [[CODES] * count], inputs=given, **options)
+    with pytest.raises(UsageError, match=message.format("")):
+        guided_image([[CODES] * count], right)
+    with pytest.raises(UsageError, match=message.format("unconditional ")):
+        guided_image(right, [[CODES] * count])
+
+
+def test_what_is_no_caption_is_refused():
+    for features_of in (["a"], [[[1.0], [1.0, 2.0]]], [[[1.0] * 7]]):
+        with pytest.raises(UsageError, match="the features of caption 0 have the shape"):
+            captions(text_target(), features_of)
+    with pytest.raises(UsageError, match="there are no captions"):
+        captions(text_target(), [])
+    given = captions(text_target(), features())
+    for inputs in (given, (given,)):
+        with pytest.raises(UsageError, match="inputs of unconditional prompts must be a pair"):
+            unconditional([[CODES]] * 2, inputs=inputs)
+    with pytest.raises(UsageError, match="reads no captions"):
+        unconditional_captions(target(), given)
+
+
 def test_tensors_of_other_dtypes(tmp_path):
     """Parameters and bfloat16 are read. A config.json cannot describe the model."""
     other = {name: torch.nn.Parameter(x.bfloat16()) for name, x in tensors().items()}
@@ -252,3 +291,7 @@ def test_other_checkpoints_are_refused():
         read_llamagen({name: x for name, x in tensors().items() if name != "output.weight"}, HEADS)
     with pytest.raises(UsageError, match="num_heads must divide the width 32"):
         read_llamagen(tensors(), 3)
+    with pytest.raises(UsageError, match="num_heads must be a whole number of at least 1, not 0"):
+        read_llamagen(tensors(), 0)
+    with pytest.raises(UsageError, match="grid must be a whole number of at least 1, not 0"):
+        read_llamagen(tensors(), HEADS, grid=0)
