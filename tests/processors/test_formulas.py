@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from processed import begun, in_a_tree
+from toy import tiny_llama
 
 from specjax import UsageError, decode, drafters, processors
 from specjax.processors.bad_words import encode_words
@@ -74,6 +75,14 @@ def test_forced_tokens():
         assert np.flatnonzero(np.isfinite(after(ending, new))).tolist() == list(allowed)
 
 
+def test_a_forced_token_overrules_earlier_processors():
+    """Otherwise no token would be possible, and the first one of the vocabulary would be written."""
+    options = {"key": 0, "max_new_tokens": 3, "temperature": 1.0}
+    rules = [processors.ban([6]), processors.forced({2: 6})]
+    text = decode(tiny_llama(vocab=VOCAB), "prompt_lookup", [[1, 2]], processors=rules, **options).to_lists()[0]
+    assert text[2] == 6 and 6 not in text[:2]
+
+
 @pytest.mark.parametrize(
     "processor",
     [
@@ -107,6 +116,10 @@ def test_settings_that_change_nothing(processor):
         (lambda: processors.image_phases([], 1, 2, 3), "image_phases needs token ids from 0"),
         (lambda: processors.image_phases([1], 1, 2, 3), "a begin and an end that differ and are no codes"),
         (lambda: processors.image_phases([3], 1, 2, 0), "needs a count of at least 1"),
+        (lambda: processors.image_phases(3, 1, 2, 3), "image_phases needs token ids from 0, not codes 3"),
+        (lambda: processors.image_phases([[3], [4, 5]], 1, 2, 3), "image_phases needs token ids from 0"),
+        (lambda: processors.image_phases([3], 1, 2, "6"), "needs a count of at least 1"),
+        (lambda: processors.image_phases([3], 1, 2, 2**31), "needs a count of at least 1"),
         (lambda: processors.by_place([[1]], [0, 1]), "places must be a list of numbers of the 1 sets"),
     ],
 )

@@ -1,6 +1,7 @@
 """Forced tokens: the token at some places of an answer is given, such as the end of the text at its last place.
 
-Rule: x = -inf at a forced place for every other token. The first token after the prompt has place 0.
+Rule: x = 0 at a forced place for its token, and -inf for every other one, as in transformers. So the token is possible
+even if an earlier processor excludes it. The first token after the prompt has place 0.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def _process(params: ForcedPlaces, count: Array, tree: TokenTree, above: Array, 
     place = count[:, None] + jnp.sum(drafted, 2)  # int32[B, R]
     is_here = place[..., None] == params.places
     token = jnp.sum(jnp.where(is_here, params.tokens, 0), -1)
-    is_other = jnp.arange(logits.shape[2]) != token[..., None]
-    return jnp.where(jnp.any(is_here, -1)[..., None] & is_other, -jnp.inf, logits)
+    of_place = jnp.where(jnp.arange(logits.shape[2]) == token[..., None], 0.0, -jnp.inf)
+    return jnp.where(jnp.any(is_here, -1)[..., None], of_place, logits)
 
 
 def _update(params: ForcedPlaces, count: Array, tokens: Array, added: Array) -> Array:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.files.untrusted import quote
 from specjax.types import Array, Processor, TokenTree
 
 
@@ -35,14 +36,20 @@ def image_phases(codes: Iterable[int], begin: int, end: int, count: int) -> Proc
 
     Raises: UsageError for invalid ids, for no codes, or for a `begin` or an `end` that is a code.
     """
-    ids = np.asarray([*codes])
+    try:
+        ids = np.asarray([*codes])
+    except (TypeError, ValueError):  # a number, or lists of different lengths
+        ids = np.zeros(0)
     every = np.append(ids, [begin, end]) if ids.ndim == 1 else ids
     if not ids.size or every.ndim != 1 or every.dtype.kind not in "iu" or np.any((every < 0) | (every >= 1 << 31)):
-        raise UsageError(f"image_phases needs token ids from 0, not codes {codes!r}, begin {begin!r} and end {end!r}")
-    if count < 1 or begin == end or np.any(np.isin([begin, end], ids)):
+        raise UsageError(
+            f"image_phases needs token ids from 0, not codes {quote(codes)}, begin {begin!r} and end {end!r}"
+        )
+    is_count = isinstance(count, int | np.integer) and 1 <= count < (1 << 31) - 1  # count + 1 is a state
+    if not is_count or begin == end or np.any(np.isin([begin, end], ids)):
         raise UsageError(
             f"image_phases needs a count of at least 1, and a begin and an end that differ and are no codes, not "
-            f"{count}, {begin} and {end}"
+            f"{quote(count)}, {begin} and {end}"
         )
     is_code = np.zeros(1 + int(every.max()), bool)
     is_code[ids] = True

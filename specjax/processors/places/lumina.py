@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from specjax.errors import UsageError
+from specjax.files.untrusted import quote
 from specjax.processors.places.by_place import by_place
 from specjax.types import Processor
 
@@ -48,8 +51,9 @@ def lumina_layout(height: int, width: int, tokens: LuminaTokens | None = None) -
     Raises: UsageError for sides that are no multiples of 32.
     """
     for name, side in (("height", height), ("width", width)):
-        if side != int(side) or side < UNIT or side % UNIT:
-            raise UsageError(f"{name} must be a multiple of {UNIT} pixels, not {side}")
+        is_number = isinstance(side, int | float | np.number) and UNIT <= side < np.inf
+        if not is_number or side % UNIT:
+            raise UsageError(f"{name} must be a multiple of {UNIT} pixels, not {quote(side)}")
     ids = LuminaTokens() if tokens is None else tokens
     units = int(height) // UNIT, int(width) // UNIT
     rows, columns = (PER_UNIT * side for side in units)

@@ -53,8 +53,10 @@ def test_layout_of_published_sizes():
         assert forced_tokens(ours.processor) == expected
     sets = np.flatnonzero(np.asarray(ours.processor.params.is_allowed[0]))
     assert (sets[0], sets[-1], len(sets)) == (4, 8195, 8192)
-    with pytest.raises(UsageError, match="width must be a multiple of 32 pixels, not 500"):
-        lumina_layout(512, 500)
+    for width in (500, "wide", None, float("nan"), [512], -32):
+        with pytest.raises(UsageError, match="width must be a multiple of 32 pixels, not "):
+            lumina_layout(512, width)
+    assert lumina_layout(512.0, 512).start == lumina_layout(512, 512).start
 
 
 @functools.cache
