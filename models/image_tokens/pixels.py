@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.numerics.validation import check_integer
 from specjax.types import Array
 
 GROUPS, EPS = 32, 1e-6
@@ -33,20 +34,29 @@ def janus_pixels(tensors: Mapping[str, Any], codes: Any, *, columns: int | None 
       codes: int[B, N], from 0, row by row.
       columns: codes in a row. None: the grid is square.
 
-    Raises: UsageError for tensors without a VQ model, and for codes that form no grid.
+    Raises: UsageError for tensors without a complete VQ model, and for codes that form no grid.
     """
     prefix = next((name.removesuffix(CODEBOOK) for name in tensors if name.endswith(CODEBOOK)), None)
     if prefix is None:
         raise UsageError(f"{CODEBOOK} is not in the checkpoint; give the tensors of a Janus model")
     parts = tuple(prefix + part for part in ("quantize.", "post_quant_conv.", "decoder."))
     weights = {name.removeprefix(prefix): jnp.asarray(x) for name, x in tensors.items() if name.startswith(parts)}
-    grid = np.asarray(codes)
-    width = columns or math.isqrt(grid.shape[-1])
+    check_integer("columns", columns)
+    try:
+        grid = np.asarray(codes)
+    except ValueError:  # lists of different lengths
+        grid = np.zeros(0)
+    if grid.size and grid.dtype.kind not in "iu":
+        raise UsageError(f"codes must be whole numbers, not {grid.dtype}; give the codes of images")
+    width = columns or math.isqrt(grid.shape[-1] if grid.ndim else 0)
     if grid.ndim != 2 or not width or grid.shape[1] % width or (columns is None and width * width != grid.shape[1]):
         raise UsageError(f"codes must be [images, rows x columns], not {list(grid.shape)} with {width} columns")
     if grid.size and not 0 <= grid.min() <= grid.max() < len(weights[CODEBOOK]):
         raise UsageError(f"codes must be from 0 to {len(weights[CODEBOOK]) - 1}; subtract the first token of the codes")
-    return _pixels(weights, jnp.asarray(grid.reshape(len(grid), -1, width)))
+    try:
+        return _pixels(weights, jnp.asarray(grid.reshape(len(grid), -1, width)))
+    except KeyError as error:
+        raise UsageError(f"{error.args[0]} is not in the checkpoint; give the tensors of all its files") from None
 
 
 @jax.jit

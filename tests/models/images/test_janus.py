@@ -170,11 +170,18 @@ def test_pixels_are_those_of_transformers(janus):
     for bad, columns, message in (
         (codes[:, :5], None, r"codes must be \[images, rows x columns\], not \[2, 5\] with 2 columns"),
         (codes + TEXT_VOCAB, None, "codes must be from 0 to 18; subtract the first token of the codes"),
-    ):
+        ([*codes.tolist()[:1], [1]], None, r"not \[0\] with 0 columns"), (3, None, r"not \[\] with 0 columns"),
+        (codes + 0.5, None, "codes must be whole numbers, not float64"), (codes, -6, "columns must be a whole number"),
+    ):  # fmt: skip
         with pytest.raises(UsageError, match=message):
             janus_pixels(tensors, bad, columns=columns)
     with pytest.raises(UsageError, match="give the tensors of a Janus model"):
         janus_pixels({}, codes)
+    part = {name: x for name, x in tensors.items() if "decoder.mid" not in name}
+    with pytest.raises(
+        UsageError, match=r"decoder\.mid\..* is not in the checkpoint; give the tensors of all its files"
+    ):
+        janus_pixels(part, codes)
 
 
 def test_what_is_refused(janus, tmp_path):
