@@ -177,9 +177,8 @@ def _ids(fields: ConfigFields, *names: str) -> tuple[int, ...]:
 
 def _rules(fields: ConfigFields) -> WindowRules:
     """Return the rules of windows that the files state."""
-    stated = {name: fields.value(name) for name in THRESHOLDS}
-    name = "condition_on_prev_tokens"
-    return PLAIN_RULES.updated(0.0, **stated, **({name: fields.flag(name)} if fields.has(name) else {}))
+    stated = {name: fields.number(name, None, minimum=-1e30) for name in THRESHOLDS}
+    return PLAIN_RULES._replace(**stated, condition_on_prev_tokens=fields.flag("condition_on_prev_tokens"))
 
 
 def _default_max_initial(config: ConfigFields) -> int | None:

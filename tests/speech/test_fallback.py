@@ -10,6 +10,7 @@ from speech_models import END, FIRST_TIME, GENERATION, START, recording, save_wh
 
 import specjax
 from specjax import UsageError, speech
+from specjax.bench import measure
 from specjax.cli import main
 from specjax.speech import windows
 from specjax.speech.fallback import PLAIN_RULES, WindowText, compression_ratio, earlier_text, judge_window
@@ -206,6 +207,22 @@ def test_rules_of_the_files_are_read(loaded, tmp_path):
     assert settings.rules == PLAIN_RULES._replace(**fields) and settings.previous == 53
 
 
+def test_rules_of_files_that_need_another_one(loaded, tmp_path):
+    """Files may state one threshold alone, and the call states the other one."""
+    file, audio = tmp_path / "generation_config.json", recording(0.1)
+    file.write_text(json.dumps(GENERATION | {"no_speech_threshold": 0.7}))
+    settings = speech.read_settings(tmp_path, *loaded[1:3])
+    text = speech.transcribe(*loaded[1:3], audio, settings, **OPTIONS, logprob_threshold=-9.0)
+    assert set(text.temperatures) == {0.0} and text.skipped == ()
+    with pytest.raises(UsageError, match="give logprob_threshold too"):
+        speech.transcribe(*loaded[1:3], audio, settings, **OPTIONS)
+    file.write_text(json.dumps(GENERATION | {"logprob_threshold": "low"}))
+    with pytest.raises(
+        UsageError, match=r'generation_config\.json has logprob_threshold "low", which must be a number'
+    ):
+        speech.read_settings(tmp_path, *loaded[1:3])
+
+
 @pytest.mark.parametrize(
     "options, error",
     [
@@ -225,6 +242,28 @@ def transcribe(capsys, *arguments):
     with pytest.raises(SystemExit) as end:
         main(["transcribe", *map(str, arguments)])
     return end.value.code, *capsys.readouterr()
+
+
+def test_no_program_is_compiled_while_the_windows_are_timed(tmp_path, capsys, monkeypatch):
+    """The texts of Whisper have 448 tokens, so half of them change the size of the buffers."""
+    save_whisper(tmp_path, max_target_positions=448)
+    (tmp_path / "generation_config.json").write_text(json.dumps(GENERATION | {"prev_sot_token_id": PREVIOUS}))
+    wavfile.write(tmp_path / "a.wav", 16_000, recording(2.0, 3))
+    sizes = {"warm_stream": set(), "run_stream": set()}
+
+    def record(name):
+        run = getattr(measure, name)
+
+        def recorded(task, *args):
+            sizes[name].add(task.job().tokens.shape)
+            return run(task, *args)
+
+        monkeypatch.setattr(measure, name, recorded)
+
+    record("warm_stream"), record("run_stream")
+    flags = ["--target", tmp_path, "--method", "prompt_lookup", "--language", "de", "--condition-on-prev-tokens"]
+    assert not transcribe(capsys, tmp_path / "a.wav", *flags)[0]
+    assert sizes["warm_stream"] >= sizes["run_stream"] and len(sizes["run_stream"]) > 1
 
 
 def test_the_command_line_has_the_same_rules(loaded, tmp_path, capsys):

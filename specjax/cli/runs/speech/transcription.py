@@ -98,10 +98,20 @@ class Transcription:
         return measure.DecodeTask(self.session.target, drafter, [call.prompt], keys, at, length, call.inputs)
 
     def compile(self, drafter: Drafter, settings: Settings) -> float:
-        """Compile the programs of a window, those of greedy and of sampled attempts; return the seconds."""
+        """Compile the programs of a window, those of greedy and of sampled attempts; return the seconds.
+
+        Earlier text makes prompts longer and leaves less room for new tokens, so its buffers can have another size.
+        """
         first = window_at(self.frames, 0, self.session.target.model.config.source_frames)
-        calls = [WindowCall(0, 0, first, self.prompt, temperature) for temperature in self.rules.temperatures]
-        by_program = {call.temperature > 0: call for call in calls}
+        prompts = [self.prompt]
+        if self.rules.condition_on_prev_tokens and self.times:  # a text without times has one window
+            prompts.append([*self.prompt[:1] * (self.session.target.model.max_positions // 2), *self.prompt])
+        calls = [
+            WindowCall(0, 0, first, prompt, temperature)
+            for prompt in prompts
+            for temperature in self.rules.temperatures
+        ]
+        by_program = {(len(call.prompt), call.temperature > 0): call for call in calls}
         return sum(measure.warm_stream(self.task(drafter, settings, call)) for call in by_program.values())
 
     def read(self, drafter: Drafter, settings: Settings, out: Console) -> WindowRun:
