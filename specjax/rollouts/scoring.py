@@ -44,7 +44,7 @@ def score(
 
     Args:
       prompts, samples: token ids. Each prompt has equally many samples, in succession. A sample may be empty.
-      form: as `logprobs` of `specjax.decode`.
+      form: as `logprobs` of `specjax.decode`. Texts have no processors here, so "untempered" would equal "raw".
       length: number of tokens of the longest text that a later call may have. Calls with one length share a program,
         and equal texts have equal bits in them. Default: the longest text of this call.
       settings: temperature, top_k, top_p and min_p of the draw, as in `specjax.decode`: one value, or one per sample.

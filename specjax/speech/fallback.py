@@ -18,7 +18,7 @@ from specjax.files.untrusted import quote
 from specjax.speech.transcript import SpeechSegment
 
 LOW_TEMPERATURE = 0.5
-"""Text that was decoded at this temperature, or at a higher one, is no prompt of the next window."""
+"""After a text of this temperature, or of a higher one, the prompt of the next window has no earlier text."""
 THRESHOLDS = "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"
 
 Decision = Literal["accept", "retry", "skip"]
