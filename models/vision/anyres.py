@@ -115,8 +115,11 @@ def _without_padding(line: np.ndarray, length: float) -> np.ndarray:
 
 
 def _resize(line: np.ndarray, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the two nearest patches of a line for each of `count` points, and their weights."""
-    at = np.maximum((np.arange(count) + 0.5) * (len(line) / count) - 0.5, 0)
+    """Return the two nearest patches of a line for each of `count` points, and their weights.
+
+    The line of an image that is much longer than high may be empty.
+    """
+    at = np.maximum((np.arange(count) + 0.5) * (len(line) / max(count, 1)) - 0.5, 0)
     lower = at.astype(int)
     fraction = at - lower
     return [(line[lower], 1 - fraction), (line[np.minimum(lower + 1, len(line) - 1)], fraction)]

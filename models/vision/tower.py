@@ -35,11 +35,14 @@ class PatchEmbedding(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((c.width,), dtype)) if c.patch_bias else None
 
     def __call__(self, pixels: Array) -> Array:
-        """Return a vector [S, D] for each patch of `pixels` [C, side p, side p], row by row."""
+        """Return a vector [S, D] for each patch of `pixels` [C, H, W], row by row.
+
+        Pixels after the last complete patch of a row or a column are left out, such as six of the 384 of LLaVA-OneVision.
+        """
         kernel = self.kernel[...]
-        channels, height, width = pixels.shape
-        p = kernel.shape[-1]
-        patches = pixels.reshape(channels, height // p, p, width // p, p).transpose(1, 3, 0, 2, 4)
+        channels, p = kernel.shape[1], kernel.shape[-1]
+        rows, columns = (size // p for size in pixels.shape[1:])
+        patches = pixels[:, : rows * p, : columns * p].reshape(channels, rows, p, columns, p).transpose(1, 3, 0, 2, 4)
         x = L.matmul(patches.reshape(-1, channels * p * p).astype(kernel.dtype), kernel.reshape(len(kernel), -1))
         return x if self.bias is None else x + self.bias[...]
 

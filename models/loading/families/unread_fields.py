@@ -21,8 +21,8 @@ GROUPS = {
     "initialisation, regularisation and training": """
         attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout conplemenrary_mask debug
         embd_pdrop embedding_dropout ep_size fuse_cross_entropy fuse_linear_cross_entropy gradient_checkpointing
-        hidden_dropout hidden_dropout_prob init_cutoff_factor init_device init_fn init_std initializer_cutoff_factor
-        initializer_range micro_forward resid_pdrop residual_dropout router_aux_loss_coef
+        hidden_dropout hidden_dropout_prob ignore_index init_cutoff_factor init_device init_fn init_std
+        initializer_cutoff_factor initializer_range micro_forward resid_pdrop residual_dropout router_aux_loss_coef
         router_jitter_noise skip_checkpoint use_deepep""",
     "implementation, with the same results up to rounding": """
         _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled attn_implementation

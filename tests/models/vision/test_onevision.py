@@ -18,12 +18,15 @@ transformers = pytest.importorskip("transformers")
 Image = pytest.importorskip("PIL.Image")
 
 SIDE = 6  # patches in a row of a tile
-POINTS = [[24 * rows, 24 * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
+TILE = 26  # pixels in a row of a tile, of which the last two are in no patch, like six of the 384 of published models
+POINTS = [[TILE * rows, TILE * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
 SETTINGS = {
-    "image_processor_type": "LlavaOnevisionImageProcessor", "size": {"height": 24, "width": 24}, "resample": 3,
+    "image_processor_type": "LlavaOnevisionImageProcessor", "size": {"height": TILE, "width": TILE}, "resample": 3,
     "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "image_grid_pinpoints": POINTS, "do_pad": True,
 }  # fmt: skip
-SHAPES = {"wide.png": (40, 70), "tall.png": (71, 31), "large.png": (90, 80), "small.png": (10, 12)}
+SHAPES = {
+    "wide.png": (40, 70), "tall.png": (71, 31), "large.png": (90, 80), "small.png": (10, 12), "line.png": (1, 300),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +34,9 @@ def onevision(tmp_path_factory):
     """Return a model of transformers, its folder with images, and the target with its processor."""
     folder, rng = tmp_path_factory.mktemp("onevision"), np.random.default_rng(0)
     config = transformers.LlavaOnevisionConfig(
-        text_config=TEXT | {"model_type": "qwen2"}, vision_config=TOWER | {"model_type": "siglip_vision_model"},
-        image_token_index=IMAGE, video_token_index=58, image_grid_pinpoints=POINTS, vision_aspect_ratio="anyres_max_2",
+        text_config=TEXT | {"model_type": "qwen2"},
+        vision_config=TOWER | {"model_type": "siglip_vision_model", "image_size": TILE}, image_token_index=IMAGE,
+        video_token_index=58, image_grid_pinpoints=POINTS, vision_aspect_ratio="anyres_max_2",
     )  # fmt: skip
     model = transformers.LlavaOnevisionForConditionalGeneration(config).eval()
     sharpen(model)
@@ -68,11 +72,14 @@ def their_prompt(onevision, names, words):
     return theirs(text=text, images=[pictures] if names else None, return_tensors="pt")
 
 
-CASES = ["wide.png"], ["tall.png"], ["large.png"], ["small.png"], ["wide.png", "small.png"], []
+CASES = ["wide.png"], ["tall.png"], ["large.png"], ["small.png"], ["line.png"], ["wide.png", "small.png"], []
 
 
 def test_ids_logits_and_texts_are_those_of_transformers(onevision):
-    """An image alone has a grid of tiles, which is resized unless it is small. Two images are one tile each."""
+    """An image alone has a grid of tiles, which is resized unless it is small. Two images are one tile each.
+
+    A line of pixels leaves no row of its grid.
+    """
     model, folder, target, processor = onevision
     ours = [processor.chat("w5 w6", [folder / name for name in names]) for names in CASES]
     prompts, tiles = [ids for ids, _ in ours], [entry for _, entry in ours]
@@ -112,9 +119,9 @@ def test_what_the_logits_depend_on(onevision, monkeypatch):
 def test_grids_show_most_of_an_image():
     sizes = [(rows, columns) for rows in (1, 2, 3) for columns in (1, 2, 3)]
     for height, width in (*SHAPES.values(), (24, 24), (25, 24), (100, 10), (7, 100), (48, 48), (3, 5)):
-        ours = anyres.best_grid(height, width, 24, sizes)
+        ours = anyres.best_grid(height, width, TILE, sizes)
         theirs = transformers.image_processing_utils.select_best_resolution((height, width), POINTS)
-        assert tuple(24 * side for side in ours) == theirs
+        assert tuple(TILE * side for side in ours) == theirs
 
 
 def test_what_it_refuses(onevision, tmp_path):
@@ -126,7 +133,7 @@ def test_what_it_refuses(onevision, tmp_path):
         images(target, [ids[:-20]], [tiles])
     with pytest.raises(UsageError, match="encode it with the image processor of the model"):
         images(target, [ids], [tiles.pixels])
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(SETTINGS | {"image_grid_pinpoints": [[24, 24]]}))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(SETTINGS | {"image_grid_pinpoints": [[TILE, TILE]]}))
     other = load_image_processor(tmp_path, target, processor.tokenizer)
     with pytest.raises(UsageError, match=r"returns \[1, 2\] tiles, and its config.json needs \[1, \d\]; download"):
         other.chat("w5", [folder / "wide.png"])
@@ -134,7 +141,7 @@ def test_what_it_refuses(onevision, tmp_path):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     fields = json.loads((folder / "config.json").read_text())
     for changes, message in (
-        ({"image_grid_pinpoints": [[24, 25]]}, "image_grid_pinpoints that are not heights and widths in multiples"),
+        ({"image_grid_pinpoints": [[TILE, 25]]}, "image_grid_pinpoints that are not heights and widths in multiples"),
         ({"vision_aspect_ratio": "square"}, "vision_aspect_ratio .square., which specjax does not support"),
         ({"vision_feature_select_strategy": "default"}, "does not support .only full"),
     ):
