@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import sys
 import time
 from collections.abc import Hashable, Iterable, Iterator
@@ -112,7 +113,11 @@ class Chat(PromptRun):
     def withdraw(self, error: str) -> None:
         """Print an error and remove the newest message. Its images wait for the next one."""
         self._print_error(error)
-        self.pictures = [*self.turns.pop().pictures, *self.pictures]
+        returned = self.turns.pop().pictures
+        self.pictures = [*returned, *self.pictures]
+        if returned:
+            self._note_pictures()
+            self._note("/image without a file removes them")
 
     def report(self, report: Report) -> None:
         """Skip the report: the answers are on the screen, and /stats prints the totals."""
@@ -208,10 +213,13 @@ class Chat(PromptRun):
             self.pictures.clear()
             return
         try:
-            self.add_picture(Path(name).expanduser())
+            self.add_picture(picture_path(name))
         except UsageError as error:
             self._print_error(str(error))
             return
+        self._note_pictures()
+
+    def _note_pictures(self) -> None:
         count = len(self.pictures)
         self._note(f"the next message has {count} {'image' if count == 1 else 'images'}")
 
@@ -229,6 +237,12 @@ class Chat(PromptRun):
             f"{self.num_tokens} tokens, {self.num_tokens / self.num_passes:.2f} per target pass, "
             f"{self.num_tokens / max(self.seconds, 1e-9):.1f} per second"
         )
+
+
+def picture_path(name: str) -> Path:
+    """Return the path of a file whose name a person wrote, or dropped on a terminal, which can escape its spaces."""
+    path = os.path.expanduser(name)  # that of pathlib fails for a user that does not exist
+    return Path(path if os.path.exists(path) else path.replace("\\ ", " "))
 
 
 def input_form(request: Request) -> Hashable:

@@ -91,6 +91,17 @@ def test_a_bad_file_loses_nothing(chat, files, tmp_path):
     assert "(the next message has 2 images)" in errors and "/image FILE" in errors
 
 
+def test_paths_of_images(chat, files, tmp_path):
+    """Spaces can be as they are, quoted or escaped. A home folder that does not exist is no file."""
+    red, _ = files
+    spaced = tmp_path / "my red.png"
+    spaced.write_bytes(red.read_bytes())
+    names = f"{spaced}", f"'{spaced}'", str(spaced).replace(" ", "\\ "), "~nobody-of-this-name/red.png"
+    code, texts, errors = chat(f"/image {name}" for name in names)
+    assert code == 0 and texts == [] and "Traceback" not in errors
+    assert "(the next message has 3 images)" in errors and errors.count("cannot be read as an image") == 1
+
+
 def test_images_that_are_removed(chat, files):
     """/image without a file removes those of the next message, and /clear removes all."""
     red, blue = files
