@@ -25,7 +25,7 @@ from specjax.types import (
 from specjax.verifiers import Verifier
 
 LOGPROBS = "processed", "tempered", "raw", "untempered"
-"""Forms of log-probabilities: of the draw, after temperature only, of the target's own logits, after processors only."""
+"""Forms of log-probabilities: of the draw; after temperature only; of the target's own logits; after processors."""
 
 
 class Keep(NamedTuple):
