@@ -70,7 +70,7 @@ def captions(target: Target, features: Sequence[Any]) -> Captions:
 def _features_of(row: int, features: Any, config: CaptionConfig) -> np.ndarray:
     """Return the features float32[n, W] of a caption. Raises: UsageError for another shape."""
     try:
-        x = np.asarray(features, np.float32)
+        x: np.ndarray = np.asarray(features, np.float32)
     except (TypeError, ValueError):  # texts, or lists of different lengths
         x = np.zeros(0)
     if x.ndim != 2 or x.shape[1] != config.caption_width or not 1 <= len(x) <= config.condition_tokens:

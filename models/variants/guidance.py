@@ -153,8 +153,8 @@ def _model(base: Model) -> Model:
         if not isinstance(inputs, Unconditional):  # `init_cache` refuses it
             return
         if base.check_inputs is not None and inputs.inputs is not None:
-            given, null = inputs.inputs
-            base.check_inputs(given, tokens, lengths, max_new_tokens)
+            conditional, null = inputs.inputs
+            base.check_inputs(conditional, tokens, lengths, max_new_tokens)
             try:
                 base.check_inputs(null, inputs.tokens, inputs.length, max_new_tokens)
             except UsageError as error:

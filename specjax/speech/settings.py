@@ -177,7 +177,7 @@ def _ids(fields: ConfigFields, *names: str) -> tuple[int, ...]:
 
 def _rules(fields: ConfigFields) -> WindowRules:
     """Return the rules of windows that the files state."""
-    stated = {name: fields.number(name, None, minimum=-1e30) for name in THRESHOLDS}
+    stated: dict[str, Any] = {name: fields.number(name, None, minimum=-1e30) for name in THRESHOLDS}
     return PLAIN_RULES._replace(**stated, condition_on_prev_tokens=fields.flag("condition_on_prev_tokens"))
 
 

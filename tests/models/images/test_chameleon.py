@@ -154,7 +154,7 @@ def test_an_image_inside_of_a_text(chameleon):
 
 
 def test_the_class_of_lumina_is_read(chameleon, tmp_path):
-    """Its files name a class of its trainer, and have three more fields."""
+    """The files of Lumina-mGPT name a class of its trainer, and have three more fields."""
     _, folder, target = chameleon
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

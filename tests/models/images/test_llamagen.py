@@ -238,22 +238,22 @@ def test_other_captions_are_refused():
 @pytest.mark.parametrize("count", [1, 3, PLACES])
 def test_prompts_have_a_placeholder_per_vector(count):
     """The vectors of a caption replace the first tokens, so a prompt that is too short would lose codes."""
-    given = captions(text_target(), features()[:1])
-    null = unconditional_captions(text_target(), given)
+    conditional = captions(text_target(), features()[:1])
+    null = unconditional_captions(text_target(), conditional)
     right = [[CODES] * len(features()[0])]
     options = {"key": 0, "max_new_tokens": 2}
 
     def guided_image(prompts, null_prompts):
-        inputs = unconditional(null_prompts, inputs=(given, null))
+        inputs = unconditional(null_prompts, inputs=(conditional, null))
         return decode(guided(text_target(), 2.0), autoregressive(), prompts, inputs=inputs, **options)
 
     message = rf"^{{}}prompt 0 has {count} placeholders \(token {CODES}\), and its caption 3 vectors"
-    decode(text_target(), autoregressive(), [[*right[0], 4, 5]], inputs=given, **options)  # a part of an image
+    decode(text_target(), autoregressive(), [[*right[0], 4, 5]], inputs=conditional, **options)  # a part of an image
     if count == 3:
         guided_image(right, right)
         return
     with pytest.raises(UsageError, match=message.format("")):
-        decode(text_target(), autoregressive(), [[CODES] * count], inputs=given, **options)
+        decode(text_target(), autoregressive(), [[CODES] * count], inputs=conditional, **options)
     with pytest.raises(UsageError, match=message.format("")):
         guided_image([[CODES] * count], right)
     with pytest.raises(UsageError, match=message.format("unconditional ")):
@@ -266,12 +266,12 @@ def test_what_is_no_caption_is_refused():
             captions(text_target(), features_of)
     with pytest.raises(UsageError, match="there are no captions"):
         captions(text_target(), [])
-    given = captions(text_target(), features())
-    for inputs in (given, (given,)):
+    conditional = captions(text_target(), features())
+    for inputs in (conditional, (conditional,)):
         with pytest.raises(UsageError, match="inputs of unconditional prompts must be a pair"):
             unconditional([[CODES]] * 2, inputs=inputs)
     with pytest.raises(UsageError, match="reads no captions"):
-        unconditional_captions(target(), given)
+        unconditional_captions(target(), conditional)
 
 
 def test_tensors_of_other_dtypes(tmp_path):
