@@ -425,11 +425,6 @@ def conditioned_cache_functions() -> dict[str, Any]:
     return {"commit": kv.commit_text, "rewind": kv.rewind_text, "axes": kv.conditioned_axes}
 
 
-def growing_part(cache: PyTree) -> PyTree:
-    """Return the part of a cache that grows with the text: all of it, except for encoded sources and images."""
-    return cache.text if isinstance(cache, kv.ConditionedCache) else cache
-
-
 def embedding_and_head_fields(module_of: Callable[[PyTree], Any], layout: Layout | None) -> dict[str, Any]:
     """Return the fields `embed`, `unembed` and `head` of a `Model` whose module is `module_of(params)`."""
 

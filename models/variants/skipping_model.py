@@ -51,8 +51,8 @@ def skip_layers(target: Target, policy: DepthPolicy) -> Target:
 def _check_sparse_layers(target: Target, policy: DepthPolicy, num_layers: int) -> None:
     """Raise a UsageError for sparse layers without slots, or with a window that counts slots as positions."""
     config = target.model.config
-    if not isinstance(config, DecoderConfig):
-        raise UsageError(f"{policy.name} needs caches of keys and values, which {target.model.name} does not have")
+    if not isinstance(config, DecoderConfig) or target.model.capabilities.inputs:
+        raise UsageError(f"{policy.name} needs a cache of keys and values alone, which {target.model.name} lacks")
     for layer in () if config.window is None else policy.sparse_layers(num_layers):
         if config.is_global is None or not config.is_global[layer]:
             raise UsageError(
@@ -116,6 +116,11 @@ def _model(base: Model, policy: DepthPolicy) -> Model:
     sparse = policy.sparse_layers(num_layers)
 
     def init_cache(params, inputs, batch: int, capacity: int) -> SkippingCache:
+        if inputs is not None and base.capabilities.sees_ahead:
+            raise UsageError(
+                f"{_name(base, policy)} cannot read images, because their vectors see later ones, for which no policy "
+                "chooses layers; leave out the images or the depth policy"
+            )
         cache = base.init_cache(params["base"], inputs, batch, capacity)
         if sparse:
             slots = _sparse_slots(policy, capacity)
@@ -177,8 +182,10 @@ def _model(base: Model, policy: DepthPolicy) -> Model:
         longest = policy.longest_prompt
         return cache._replace(prompt_length=length if longest is None else jnp.minimum(length, longest))
 
+    read_images = base.images
     of_base = lambda function: function and (lambda params, *arguments: function(params["base"], *arguments))
     return base._replace(
+        images=read_images and (lambda cache: read_images(cache.base)),
         init_cache=init_cache,
         forward=forward,
         commit=commit,

@@ -16,6 +16,7 @@ from specjax.models import layers as L
 from specjax.models.decoder import Decoder
 from specjax.models.layout import REPLICATED, Layout
 from specjax.models.products import pad_tokens
+from specjax.models.skipping.attention_layers import SkippingLayers
 from specjax.models.vision.config import VisionLanguageConfig
 from specjax.models.vision.connectors import make_connector
 from specjax.models.vision.grid_tower import GridTower
@@ -103,7 +104,8 @@ class ImageDecoder(Decoder):
         count, earlier = self.config.vectors_per_tile, options.get("earlier")
         keys = positions if earlier is None else jnp.concatenate([earlier.positions, positions], 1)
         visible = with_images(mask, positions, keys, cache.memory, count)
-        if not texts.is_causal(mask):
+        # No depth policy reads a prompt with images that see ahead, so such a pass has no images to complete.
+        if not texts.is_causal(mask) or isinstance(options.get("run_layers"), SkippingLayers):
             return run(tokens, positions=positions, mask=visible)
         assert isinstance(tokens, Stream), "made above, or given"
         output, pending = look_ahead(run, tokens.values, positions, visible, cache.memory, count)

@@ -37,7 +37,7 @@ class PatchEmbedding(nnx.Module):
     def __call__(self, pixels: Array) -> Array:
         """Return a vector [S, D] for each patch of `pixels` [C, H, W], row by row.
 
-        Pixels after the last complete patch of a row or a column are left out, such as six of the 384 of LLaVA-OneVision.
+        Pixels after the last complete patch of a row or a column are left out. LLaVA-OneVision has six of them.
         """
         kernel = self.kernel[...]
         channels, p = kernel.shape[1], kernel.shape[-1]

@@ -81,6 +81,11 @@ def speckv(
     rule = check_options(capacity, window, kernel, lookahead)
     rule = rule._replace(max_new_tokens=max_new_tokens, lookahead=rule.lookahead or min(max_new_tokens, CHUNK))
     check_full_attention(target.model, "speckv", "choose another target or leave the compression out")
+    if target.model.capabilities.inputs:
+        raise UsageError(
+            f"the model {target.model.name} reads images, which speckv would drop parts of; choose another target or "
+            "leave the compression out"
+        )
     if getattr(target.model.config, "same_bits", False):
         raise UsageError(SAME_BITS)
     if draft is None or draft is target:

@@ -19,7 +19,7 @@ from specjax.engine.job import Job, Parts
 from specjax.engine.prepare import Settings
 from specjax.engine.step import LOOP, buffer_size
 from specjax.models import abstract_params, make_model
-from specjax.models.bridge import growing_part
+from specjax.models.cache import growing_part
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import abstract_head
 from specjax.models.storage import bits_of

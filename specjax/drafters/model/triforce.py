@@ -31,6 +31,7 @@ from specjax.drafters.model.middle_chain import ChainRule, draft_chain, make_rul
 from specjax.drafters.model.rapid import CHUNK_TOKENS, QUERY_TOKENS, rapid
 from specjax.drafters.model.two_model import two_model
 from specjax.engine.prepare import check_pair
+from specjax.models.cache import growing_part
 from specjax.numerics.validation import check_integer
 from specjax.trees.contracts import verify_widths
 from specjax.types import Array, Context, Drafter, Hooks, Model, Output, PyTree, Target, TokenTree, Traits, TreeSize
@@ -161,7 +162,7 @@ def _draft(
     """Draft a chain. The small cache is written beyond its length, and keeps this length."""
     middle, small = _middle(model, context), state.selection.small
     inner, tree = draft_chain(rule, middle, params, keys, context, limit, small, state.draft)
-    cache = middle.model.rewind_cache(inner.cache, small.length)
+    cache = middle.model.rewind_cache(inner.cache, growing_part(small).length)
     return State(state.selection._replace(small=cache), inner.draft), tree
 
 

@@ -58,7 +58,7 @@ def test_states_of_skipped_layers(repair, is_exact):
 
 def test_what_needs_slots_is_refused():
     corrections = adaptive.Corrections(jnp.zeros((LAYERS, 2, WIDTH)), jnp.zeros((LAYERS, WIDTH, 2)))
-    with pytest.raises(UsageError, match="lora_drop needs caches of keys and values, which recurrence does not have"):
+    with pytest.raises(UsageError, match="lora_drop needs a cache of keys and values alone, which recurrence lacks"):
         adaptive.skip_layers(recurrence.target(), adaptive.lora_drop(corrections))
     with pytest.raises(UsageError, match="recurrence has no MLPs to cut; use a model of specjax"):
         adaptive.skip_layers(recurrence.target(), adaptive.matformer())

@@ -1,6 +1,7 @@
 """Gemma 3 with images beside `transformers`: vectors of an image see each other, in all layers and over chunks."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -133,6 +134,23 @@ def test_greedy_texts_are_those_of_transformers(gemma, texts, method):
     inputs = images(gemma[2], PROMPTS, TILES)
     result = specjax.decode(gemma[2], method, PROMPTS, key=0, inputs=inputs, max_new_tokens=12)
     assert result.to_lists() == texts
+
+
+@pytest.mark.parametrize("selection", ["snapkv", "sinks"])
+def test_drafts_over_a_part_of_the_cache(gemma, texts, selection):
+    """The small cache has the selected tokens of the text, and no vectors of images."""
+    drafter = specjax.drafters.sparse_cache(gemma[2], budget=40, pays_from=0, selection=selection)
+    inputs = images(gemma[2], PROMPTS, TILES)
+    result = specjax.decode(gemma[2], drafter, PROMPTS, key=0, inputs=inputs, max_new_tokens=12)
+    assert result.to_lists() == texts and np.asarray(result.stats.drafted > 0).all()
+
+
+def test_depth_policies_read_texts_only(gemma, texts):
+    skipping = specjax.adaptive.skip_layers(gemma[2], specjax.adaptive.skip_decode(1.0))
+    decode = functools.partial(specjax.decode, skipping, "prompt_lookup", key=0, max_new_tokens=12)
+    assert decode([PROMPTS[2]]).to_lists() == [texts[2]]
+    with pytest.raises(UsageError, match="cannot read images, because their vectors see later ones"):
+        decode(PROMPTS, inputs=images(gemma[2], PROMPTS, TILES))
 
 
 def test_a_server_reads_images(gemma, texts):

@@ -1,6 +1,7 @@
 """Qwen2.5-VL and Qwen3-VL beside `transformers`: windows, DeepStack, and interleaved positions on three axes."""
 
 import dataclasses
+import functools
 import json
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from qwen_models import KINDS, PROMPTS, TILES, class_of, make_folder, patches_of
 from safetensors.numpy import load_file, save_file
 
 import specjax
-from specjax import UsageError
+from specjax import UsageError, adaptive, drafters
 from specjax.models import images, load_image_processor
 from specjax.models.vision import grid_tower
 from specjax.models.vision.memory import ImageMemory
@@ -80,6 +81,32 @@ def test_texts_are_those_of_transformers(qwen, texts):
 def test_draft_heads(qwen, texts):
     """A head reads the vectors of the last layer of the tower."""
     assert decode(qwen, head_of("msd", qwen.target)) == texts
+
+
+@only_deep
+@pytest.mark.parametrize("method", ["swift", "early_exit", "easyspec"])
+def test_drafts_of_a_part_of_the_layers(qwen, texts, method):
+    """Layers that are skipped, left out or read together leave out the vectors that are added after them."""
+    drafter = {
+        "swift": functools.partial(drafters.swift, num_tokens=4, layers=(0, 1)),
+        "early_exit": functools.partial(drafters.early_exit, exit_layer=2, num_tokens=3),
+        "easyspec": functools.partial(drafters.easyspec, num_tokens=3, group=2),
+    }[method]
+    assert decode(qwen, drafter(qwen.target)) == texts
+
+
+@only_deep
+def test_policies_of_depth(qwen, texts):
+    """One that skips no layer keeps the texts, and all are exact with drafts."""
+    inputs = images(qwen.target, PROMPTS, TILES)
+
+    def write(policy, method):
+        skipping = adaptive.skip_layers(qwen.target, policy)
+        return specjax.decode(skipping, method, PROMPTS, key=0, inputs=inputs, max_new_tokens=12).to_lists()
+
+    assert write(adaptive.skip_decode(1.0), "prompt_lookup") == texts
+    early = adaptive.skip_decode(max_layers=2, min_layers=2)
+    assert write(early, "prompt_lookup") == write(early, "autoregressive") != texts
 
 
 def inject_error(monkeypatch, name):
