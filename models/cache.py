@@ -293,16 +293,6 @@ class ConditionedCache(NamedTuple):
     memory: Any  # arrays [B, ...] of an encoded source or of images; None: the text has none
 
 
-def growing_part(cache: Any) -> Any:
-    """Return the part of a cache that grows with the text: all of it, except for encoded sources and images."""
-    return cache.text if isinstance(cache, ConditionedCache) else cache
-
-
-def with_growing_part(cache: Any, text: Any) -> Any:
-    """Return a cache with another `growing_part`."""
-    return cache._replace(text=text) if isinstance(cache, ConditionedCache) else text
-
-
 def commit_text(cache: ConditionedCache, pending: Pending, path: Array, num_nodes: Array) -> ConditionedCache:
     """Append nodes to the text, see `commit`."""
     return cache._replace(text=commit(cache.text, pending, path, num_nodes))

@@ -132,7 +132,7 @@ def read_model(
         several hosts stores only the parts of its own devices. It reads only the rows of the file for these, or all
         rows of a MaxText checkpoint.
       images: False to read only the text of a model whose text is also a model of its own, such as Gemma 3. This also
-        holds for quantised files, with a mesh, and with `same_bits`. Other models with images always read them.
+        holds for quantised files, and with `same_bits`. Other models with images always read them.
 
     Warns: CheckpointWarning that names the fields of its config that are not read and can change its results, or a
       value of the release that its files do not state.

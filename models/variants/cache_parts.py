@@ -7,6 +7,7 @@ text.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,19 @@ from specjax.types import Array, PyTree
 Cache = kv.KVCache | kv.ConditionedCache
 
 
+def growing_part(cache: Any) -> Any:
+    """Return the part of a cache that grows with the text: all of it, except for encoded sources and images."""
+    return cache.text if isinstance(cache, kv.ConditionedCache) else cache
+
+
+def with_growing_part(cache: Any, text: Any) -> Any:
+    """Return a cache with another `growing_part`."""
+    return cache._replace(text=text) if isinstance(cache, kv.ConditionedCache) else text
+
+
 def num_slots(cache: Cache) -> int:
     """Return the slots of each row."""
-    keys = kv.growing_part(cache).k
+    keys = growing_part(cache).k
     first = keys if kv.has_layer_axis(keys) else keys[0]
     return (first.values if isinstance(first, Quantized) else first).shape[-2]
 
@@ -34,7 +45,7 @@ def read_entries(cache: Cache, start: Array, count: int) -> kv.Pending:
         of_row = lambda x, first: jax.lax.dynamic_slice_in_dim(x, first, count, tokens - 1)
         return jax.vmap(of_row, (rows, 0), rows)(slots, start)
 
-    text = kv.growing_part(cache)
+    text = growing_part(cache)
     axes = kv.axes(text)
     k, v = jax.tree.map(read, (text.k, text.v), (axes.k, axes.v))
     return kv.Pending(k, v, start[:, None] + jnp.arange(count), jnp.zeros_like(start))
@@ -45,12 +56,12 @@ def gather_slots(small: Cache, cache: Cache, slots: Array, length: Array) -> Cac
 
     slots: int32[layers, B, K or 1, b]. Entries at slots that the cache does not have may be anything.
     """
-    old, text = kv.growing_part(small), kv.growing_part(cache)
+    old, text = growing_part(small), growing_part(cache)
     if kv.has_layer_axis(text.k):
         gather = lambda old, keys: _gather(old, keys, slots)
     else:
         gather = lambda old, keys: tuple(map(_gather, old, keys, slots))
-    return kv.with_growing_part(small, kv.KVCache(gather(old.k, text.k), gather(old.v, text.v), length))
+    return with_growing_part(small, kv.KVCache(gather(old.k, text.k), gather(old.v, text.v), length))
 
 
 def _gather(old: PyTree, keys: PyTree, slots: Array) -> PyTree:
@@ -71,15 +82,15 @@ def upper_half(cache: Cache) -> Cache:
     An entry differs from that of the cache by at most 8 times its scale.
     """
     of_vectors = lambda x: Quantized((x.values & -16) + 8, x.scale)
-    text = kv.growing_part(cache)
+    text = growing_part(cache)
     k, v = jax.tree.map(of_vectors, (text.k, text.v), is_leaf=lambda x: isinstance(x, Quantized))
-    return kv.with_growing_part(cache, text._replace(k=k, v=v))
+    return with_growing_part(cache, text._replace(k=k, v=v))
 
 
 def map_keys(fn: Callable[..., Array], queries: tuple[Array, ...], *caches: Cache | kv.Pending) -> Array:
     """Return `fn(queries of a layer, its keys float[B, K, S, h] in each cache)` of each layer, stacked."""
     of_layer = lambda parts: fn(parts[0], *map(_floats, parts[1:]))
-    keys = [kv.growing_part(cache).k for cache in caches]
+    keys = [growing_part(cache).k for cache in caches]
     if kv.has_layer_axis(keys[0]):
         return jax.lax.map(of_layer, (jnp.stack(queries), *keys))
     return jnp.stack([of_layer(parts) for parts in zip(queries, *keys, strict=True)])
@@ -87,7 +98,7 @@ def map_keys(fn: Callable[..., Array], queries: tuple[Array, ...], *caches: Cach
 
 def keys_of_last_layer(cache: Cache) -> Array:
     """Return the keys float[B, K, S, h] of the last layer."""
-    return _floats(kv.growing_part(cache).k[-1])
+    return _floats(growing_part(cache).k[-1])
 
 
 def _floats(keys: PyTree) -> Array:

@@ -19,10 +19,10 @@ from specjax.engine.job import Job, Parts
 from specjax.engine.prepare import Settings
 from specjax.engine.step import LOOP, buffer_size
 from specjax.models import abstract_params, make_model
-from specjax.models.cache import growing_part
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import abstract_head
 from specjax.models.storage import bits_of
+from specjax.models.variants.cache_parts import growing_part
 from specjax.numerics.global_arrays import with_shardings
 from specjax.numerics.sampling import row_keys
 from specjax.parallel import layer_parallel

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from specjax.costs.experts import busiest_experts, expert_leaves
 from specjax.engine.prefill import CHUNK, count_chunks, wide_chunk
-from specjax.models.cache import growing_part
 from specjax.models.heads.contract import DraftHead
+from specjax.models.variants.cache_parts import growing_part
 from specjax.numerics.global_arrays import with_shardings
 from specjax.planning.abstract import Abstract, cache_shapes, is_cache_of, shard_bytes
 from specjax.planning.workload import Workload

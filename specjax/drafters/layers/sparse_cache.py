@@ -43,7 +43,6 @@ from specjax.costs.drafting import long_context
 from specjax.drafters.layers.early_exit import context_target, self_draft
 from specjax.errors import UsageError
 from specjax.models import make_model
-from specjax.models.cache import growing_part, with_growing_part
 from specjax.models.decoder import UNLIMITED_WINDOW
 from specjax.models.variants import cache_parts
 from specjax.numerics.validation import check_integer
@@ -166,9 +165,9 @@ def _functions(model: Model, builder: Builder, settings: SelectionSettings) -> D
         return tree, state
 
     def resume(params, state: State, length: Array) -> State:
-        is_valid, text = length > state.read, growing_part(state.small)
+        is_valid, text = length > state.read, cache_parts.growing_part(state.small)
         text = text._replace(length=jnp.where(is_valid, text.length, 0))
-        return State(with_growing_part(state.small, text), jnp.where(is_valid, state.read, 0))
+        return State(cache_parts.with_growing_part(state.small, text), jnp.where(is_valid, state.read, 0))
 
     return Drafter(
         propose=propose,
@@ -217,7 +216,7 @@ def shortest_text(settings: SelectionSettings, context: Context) -> int:
     if settings.pays_from is not None:
         return settings.pays_from
     size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-    cache = growing_part(context.cache)
+    cache = cache_parts.growing_part(context.cache)
     per_token = size((cache.k, cache.v)) / cache_parts.num_slots(cache)  # of all rows
     return max(2 * settings.budget, long_context(size(context_target(context).pass_params), per_token))
 
@@ -231,7 +230,7 @@ def follow(
     """
     cached = context.length - 1  # tokens in the target's cache
     is_new = state.read == 0
-    is_full = growing_part(state.small).length + cached - state.read > settings.budget + settings.refresh
+    is_full = cache_parts.growing_part(state.small).length + cached - state.read > settings.budget + settings.refresh
     # A row that did not draft for a while has missed more tokens than are copied at once.
     is_behind = cached - state.read > count
     again = drafting & (is_new | is_full | is_behind) & (cached > 0)

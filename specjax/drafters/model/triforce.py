@@ -31,7 +31,7 @@ from specjax.drafters.model.middle_chain import ChainRule, draft_chain, make_rul
 from specjax.drafters.model.rapid import CHUNK_TOKENS, QUERY_TOKENS, rapid
 from specjax.drafters.model.two_model import two_model
 from specjax.engine.prepare import check_pair
-from specjax.models.cache import growing_part
+from specjax.models.variants.cache_parts import growing_part
 from specjax.numerics.validation import check_integer
 from specjax.trees.contracts import verify_widths
 from specjax.types import Array, Context, Drafter, Hooks, Model, Output, PyTree, Target, TokenTree, Traits, TreeSize
