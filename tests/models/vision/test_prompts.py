@@ -105,6 +105,11 @@ def test_what_the_command_line_refuses(folder, capsys):
     assert error == "specjax: --compress would drop parts of images; remove it, or --image"
 
 
+def test_speckv_is_refused(loaded):
+    with pytest.raises(UsageError, match="reads images, which speckv would drop parts of"):
+        specjax.compression.speckv(loaded[0], None, 6)
+
+
 def test_a_prompt_with_a_placeholder_needs_an_image(folder, capsys):
     with pytest.raises(SystemExit) as end:
         main(["generate", "w5 <image>", "--raw", "--target", str(folder), "--max-new-tokens", "2"])

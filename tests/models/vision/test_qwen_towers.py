@@ -97,7 +97,7 @@ def test_drafts_of_a_part_of_the_layers(qwen, texts, method):
 
 @only_deep
 def test_policies_of_depth(qwen, texts):
-    """One that skips no layer keeps the texts, and all are exact with drafts."""
+    """A policy that skips no layer keeps the texts, and all policies are exact with drafts."""
     inputs = images(qwen.target, PROMPTS, TILES)
 
     def write(policy, method):
