@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.files.homes import in_home
 from specjax.files.untrusted import guarded_read, quote, read_json_object
 from specjax.models.heads.acceptance import AcceptanceHead, AcceptanceLayer
 from specjax.models.loading.families.config_fields import LAYERS, WIDTH, ConfigFields
@@ -38,7 +39,7 @@ class JudgeHead(NamedTuple):
 
 def read_acceptance(folder: str | Path) -> AcceptanceHead:
     """Read SpecDec++'s acceptance head of a draft model. Raises: UsageError for a folder without one."""
-    place = Path(folder).expanduser()
+    place = in_home(folder)
     if not place.is_dir():
         raise UsageError(f'there is no folder "{folder}" with an acceptance head')
     with guarded_read(place):
@@ -71,7 +72,7 @@ def save_acceptance(folder: str | Path, head: AcceptanceHead) -> None:
     }
     arrays = {f"{name}.{leaf}": np.array(x) for name, block in blocks.items() for leaf, x in block._asdict().items()}
     config = {"hidden_size": int(head.out.weight.shape[1]), "num_layers": len(head.blocks)}
-    place = Path(folder).expanduser()
+    place = in_home(folder)
     write_arrays(place / hf.SAFETENSORS_FILE, arrays)
     try:
         (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.files.homes import in_home
 from specjax.files.untrusted import guarded_read, quote
 from specjax.models.loading.decision_heads import read_linear, read_tensor
 from specjax.models.loading.families.config_fields import ConfigFields
@@ -97,7 +98,7 @@ def is_reward_folder(folder: Path) -> bool:
 
 def check_reward_folder(source: str | Path) -> None:
     """Raise a UsageError for a local source that is no folder of a reward model. No weights but the head's are read."""
-    folder = Path(source).expanduser()
+    folder = in_home(source)
     if not folder.is_dir():
         raise UsageError(f"{source} is not the folder of a reward model; for other models give the file of a head too")
     with guarded_read(folder):

@@ -16,6 +16,7 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.files.atomic import write_tensors
+from specjax.files.homes import in_home
 from specjax.files.untrusted import guarded_read, quote
 from specjax.models.loading.formats import hf
 from specjax.models.loading.tensors.tensors import TensorLocation, read_rows
@@ -39,7 +40,7 @@ def write_arrays(file: str | Path, arrays: Mapping[str, np.ndarray], metadata: d
 
     Raises: UsageError if it cannot be written, or values are not finite, as after a training that diverged.
     """
-    path = Path(file).expanduser()
+    path = in_home(file)
     if path.suffix != hf.SAFETENSORS_SUFFIX:
         raise UsageError(f"{file} must end in {hf.SAFETENSORS_SUFFIX}, the format of the file")
     for name, values in arrays.items():
@@ -57,7 +58,7 @@ def read_arrays(source: str | Path, kind: str, fields: type[Part]) -> Part:
 
     Raises: UsageError for a file that is missing or damaged, or that has other arrays.
     """
-    path = Path(source).expanduser()
+    path = in_home(source)
     file = path / f"{kind}{hf.SAFETENSORS_SUFFIX}" if path.is_dir() else path
     find_file(file, kind)
     names: tuple[str, ...] = fields._fields  # type: ignore[attr-defined]
@@ -73,7 +74,7 @@ def find_file(source: str | Path, content: str) -> Path:
 
     Raises: UsageError for another suffix, or if there is no such file.
     """
-    file = Path(source).expanduser()
+    file = in_home(source)
     if file.suffix not in (hf.SAFETENSORS_SUFFIX, *hf.TORCH_SUFFIXES):
         raise UsageError(f"{source} is not a .safetensors, .pt or .bin file of {content}")
     if not file.is_file():

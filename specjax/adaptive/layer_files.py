@@ -26,6 +26,7 @@ from specjax.adaptive.dynamax import Probes
 from specjax.adaptive.first_routing import Routers
 from specjax.adaptive.lora_drop import Corrections
 from specjax.errors import UsageError
+from specjax.files.homes import in_home
 from specjax.files.untrusted import guarded_read, quote
 from specjax.models.loading.formats import hf
 from specjax.models.loading.trained_arrays import find_file, read_array, write_arrays
@@ -65,7 +66,7 @@ def read_corrections(source: str | Path) -> Corrections:
             f"{source} has A of shape {list(down.shape[1:])} and B of shape {list(up.shape[1:])} per layer, and they "
             "must be [rank, width] and [width, rank]"
         )
-    return Corrections(down, up, **_read_training(Path(source).expanduser()))
+    return Corrections(down, up, **_read_training(in_home(source)))
 
 
 def save_probes(file: str | Path, probes: Probes) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specjax.files.atomic import write_atomic
+from specjax.files.homes import in_home
 from specjax.files.private import create_private, explain_risk, read_private
 from specjax.files.sizes import GIB
 
@@ -38,7 +39,7 @@ class ProgramFolder:
 
     def __init__(self, folder: str | Path, gib: float):
         """Use a folder. Args: gib: size limit in GiB. The least recently used files are deleted first."""
-        self.path, self.gib = Path(folder).expanduser(), gib
+        self.path, self.gib = in_home(folder), gib
         self._has_warned = False
 
     def read(self, name: str) -> StoredPrograms | None:

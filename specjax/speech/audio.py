@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import UsageError, optional_import
+from specjax.files.homes import in_home
 from specjax.files.untrusted import check_file, first_line
 from specjax.models.seq2seq.config import WhisperConfig
 
@@ -32,7 +33,7 @@ def read_wav(path: str | Path) -> np.ndarray:
         from scipy.io import wavfile
         from scipy.signal import resample_poly
 
-    file = Path(path).expanduser()
+    file = in_home(path)
     try:
         check_file(file)
         if file.stat().st_size > MAX_BYTES:

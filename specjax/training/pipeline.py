@@ -22,6 +22,7 @@ import numpy as np
 
 from specjax.arrays.modes import with_standard_modes
 from specjax.errors import UsageError
+from specjax.files.homes import in_home
 from specjax.models import prune_layers
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import TRAINABLE
@@ -162,10 +163,10 @@ def train_drafter(
         kind, draft, tuple(layers), start, head_options or {}, on_policy, settings.seed, target_name
     )
     saved = tokenizer if saved_tokenizer is None else saved_tokenizer
-    folder = Path(folder).expanduser()
+    folder = in_home(folder)
     job = _Job(
         target, tokenizer, _find_start(target, tokenizer, options, saved), recipe, settings, folder,
-        Path(responses or folder / "answers").expanduser(), Path(activations or folder / "states").expanduser(),
+        in_home(responses or folder / "answers"), in_home(activations or folder / "states"),
         observer or TrainingObserver(), system=system, image_processor=image_processor,
     )  # fmt: skip
     job.check()

@@ -8,10 +8,10 @@ import json
 import math
 import operator
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from specjax.errors import UsageError
+from specjax.files.homes import in_home
 from specjax.files.untrusted import QUOTED, quote, read_json, shorten
 from specjax.numerics.validation import MAX_NODES
 from specjax.trees.builders.beam import beam
@@ -215,7 +215,7 @@ def _from_file(spec: str) -> Paths:
     name, _, side = spec.partition(".json")
     name, side = f"{name}.json", side.removeprefix(":")
     try:
-        document: Any = read_json(Path(name).expanduser(), "write it with `specjax plan --json`")
+        document: Any = read_json(in_home(name), "write it with `specjax plan --json`")
     except (OSError, RuntimeError) as error:
         raise UsageError(f"cannot read {name} ({getattr(error, 'strerror', None) or error}); check the path") from None
     if isinstance(document, list) and not side:

@@ -13,6 +13,7 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.files.atomic import write_tensors
+from specjax.files.homes import in_home
 from specjax.files.untrusted import first_line, read_json_object
 from specjax.models.bridge import CONFIGS, Config, has_repeated_heads
 from specjax.models.loading.families import registry
@@ -68,7 +69,7 @@ def save_model(
     fields = check_model_writable(target)
     if denoiser_settings is not None:
         fields = write_denoiser_settings(fields, denoiser_settings)
-    path = Path(folder).expanduser()
+    path = in_home(folder)
     config: Any = target.model.config
     tensors, forms = _named_tensors(target)
     if target.native is not None:
@@ -82,7 +83,7 @@ def save_model(
         if isinstance(tokenizer, Tokenizer):
             fields |= writing.write_tokenizer(path, tokenizer)
         elif tokenizer is not None:
-            fields |= _copy_tokenizer(Path(tokenizer).expanduser(), path)
+            fields |= _copy_tokenizer(in_home(tokenizer), path)
         (path / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or first_line(error)

@@ -20,6 +20,7 @@ import numpy as np
 
 from specjax.catalog.defaults import NATIVE
 from specjax.errors import CheckpointWarning, UsageError
+from specjax.files.homes import in_home
 from specjax.files.untrusted import guarded_read, quote
 from specjax.models.heads.contract import DraftHead
 from specjax.models.heads.kinds import KINDS, abstract_head
@@ -157,7 +158,7 @@ def _overridden(plan: HeadPlan, changes: Mapping[str, Any], num_layers: int) -> 
 
 def recognise(source: str | Path) -> tuple[str, str] | None:
     """Return the kind and the dialect of a head, or None for a whole model or a path that cannot be read."""
-    path = Path(source).expanduser()
+    path = in_home(source)
     if source not in shipped.NAMES and not path.is_dir() and (path.exists() or not _is_id(source)):
         return None
     path = resolve(source)
@@ -174,7 +175,7 @@ def recognise(source: str | Path) -> tuple[str, str] | None:
 
 def resolve(source: str | Path) -> Path:
     """Return the local folder of a head. Raises: UsageError if there is none."""
-    path = Path(source).expanduser()
+    path = in_home(source)
     if path.is_dir():
         return path
     if source in shipped.NAMES:

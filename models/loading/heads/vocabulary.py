@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.files.homes import in_home
 from specjax.files.untrusted import guarded_read, quote
 from specjax.models.loading.formats import hf
 from specjax.models.loading.heads.checkpoint_contents import Tensors
@@ -66,7 +67,7 @@ def read_token_map(source: str | Path, vocab: int) -> np.ndarray:
 
     Raises: UsageError for a file without such a list, or ids outside of the vocabulary.
     """
-    file = Path(source).expanduser()
+    file = in_home(source)
     in_hub = re.fullmatch(r"([\w.-]+/[\w.-]+)/([\w.-]+\.pt)", Path(source).as_posix())
     if in_hub and not file.exists():
         file = hf.download(in_hub[1], (in_hub[2],)) / in_hub[2]

@@ -17,6 +17,7 @@ import numpy as np
 from specjax.catalog.schemes import without_scheme
 from specjax.errors import UsageError
 from specjax.files.atomic import write_tensors
+from specjax.files.homes import in_home
 from specjax.files.untrusted import first_line
 from specjax.models.heads.contract import DraftHead
 from specjax.models.loading.heads import vocabulary
@@ -79,7 +80,7 @@ def save_head(
             tensors |= {name.replace("#", str(expert)): part for expert, part in enumerate(value)}
         else:
             tensors[name] = value.reshape(head_format.shapes.get(name, value.shape))
-    place = Path(folder).expanduser()
+    place = in_home(folder)
     try:
         place.mkdir(parents=True, exist_ok=True)
         write_tensors(place / "model.safetensors", tensors | maps)

@@ -14,6 +14,7 @@ from specjax.cli.options.groups import ModelOptions, flag_values, with_groups
 from specjax.cli.training.loop_options import LoopOptions
 from specjax.cli.training.start_options import StartOptions
 from specjax.cli.training.text_options import TextOptions
+from specjax.files.homes import in_home
 
 HELP = """Train a drafter for a target, on responses of the target itself.
 
@@ -121,4 +122,4 @@ def _in_home(value: Any) -> Any:
     """Return a path, or a list of paths, with the folder of the user in place of ~. Other values stay."""
     if isinstance(value, list):
         return [_in_home(entry) for entry in value]
-    return value.expanduser() if isinstance(value, Path) else value
+    return in_home(value) if isinstance(value, Path) else value

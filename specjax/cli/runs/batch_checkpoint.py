@@ -11,6 +11,7 @@ from typing import Any
 
 from specjax.cli.output.files import write_json
 from specjax.errors import UsageError
+from specjax.files.homes import in_home
 from specjax.files.untrusted import guarded_read, read_json
 from specjax.persistence.fingerprint import check_run
 
@@ -19,7 +20,7 @@ def make_folder(name: str) -> Path:
     """Create a local folder for checkpoints, and return it. Raises: UsageError if it cannot be created."""
     if "://" in name:
         raise UsageError(f"--checkpoint of this method must be a local folder, not {name}; choose another one")
-    folder = Path(name).expanduser()
+    folder = in_home(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -38,6 +38,7 @@ from specjax.engine.packing import Prompts
 from specjax.engine.prepare import Settings
 from specjax.engine.results import DecodeResult
 from specjax.errors import UsageError, require
+from specjax.files.homes import in_home
 from specjax.files.untrusted import QUOTED, quote, read_json_object, shorten
 from specjax.models.heads.contract import DraftHead, has_confidence
 from specjax.models.loading import ModelKindError, first_difference
@@ -509,7 +510,7 @@ RECORDED = {"template_args": "--template-args", "system": "--system", "target_qu
 
 def note_training(source: str | None, name: str, value: Any, log: Console) -> None:
     """Print a warning if the card of a drafter has another value of one of RECORDED. `specjax train` writes it."""
-    file = Path(source or "").expanduser() / CARD
+    file = in_home(source or "") / CARD
     try:
         card = read_json_object(file) or {}
     except (UsageError, OSError):  # the file of another program

@@ -19,6 +19,7 @@ from specjax.cli.runs.session import open_session
 from specjax.cli.training.files import SourceFile, has_picture, list_sources
 from specjax.cli.training.observer import ConsoleObserver
 from specjax.cli.training.setting_flags import in_flags
+from specjax.files.homes import in_home
 from specjax.models import load_image_processor, loading
 from specjax.models.loading.heads import read_head
 from specjax.models.vision.config import VisionLanguageConfig
@@ -91,7 +92,7 @@ def _name_target(flags: TrainingFlags) -> str | None:
     """Return the name by which other engines load the target; None: the name of the model, a hub id."""
     if flags.target_name is not None or flags.target is None:
         return flags.target_name
-    path = Path(flags.target).expanduser()
+    path = in_home(flags.target)
     if not path.exists():
         return None
     prefix, *hub_id = path.resolve().parent.parent.name.split("--")  # models--ORGANIZATION--NAME, in the hub's cache

@@ -11,6 +11,7 @@ from specjax.cli.options.common import parse_flag
 from specjax.cli.options.prompts import LISTED
 from specjax.cli.output.console import Console
 from specjax.errors import require
+from specjax.files.homes import in_home
 from specjax.training.data.conversation_files import TextFile, read_text_file
 from specjax.training.data.conversations import TextSource, is_conversation, pictures_of
 
@@ -58,7 +59,7 @@ def check_sources(out: Path, sources: Mapping[str, str | None], parts: Sequence[
     """
     written = [folder.resolve() for folder in (out, *(out / part for part in parts))]
     for flag, source in sources.items():
-        is_same = source is not None and Path(source).expanduser().resolve() in written
+        is_same = source is not None and in_home(source).resolve() in written
         require(not is_same, f"--out {out} is the folder of {flag}, which must not change; give another folder")
 
 

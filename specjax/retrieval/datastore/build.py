@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.files.homes import in_home
 from specjax.files.untrusted import check_regular
 from specjax.retrieval.datastore import corpus
 from specjax.retrieval.datastore.files import (
@@ -56,7 +57,7 @@ def build(
 
     Raises: UsageError for bad files or options, or if `out` exists.
     """
-    paths, out = [Path(file).expanduser() for file in files], Path(out).expanduser()
+    paths, out = [in_home(file) for file in files], in_home(out)
     if out.exists():
         raise UsageError(f"{out} already exists; remove it or choose another folder")
     if not out.absolute().parent.is_dir():

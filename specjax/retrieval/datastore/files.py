@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.files.homes import in_home
 from specjax.files.untrusted import guarded_read, quote, read_json
 from specjax.retrieval.datastore.store import Datastore, Shard, token_dtype
 
@@ -45,7 +46,7 @@ def open_datastore(folder: str | Path, tokenizer=None, *, verify: bool = True) -
     Raises: UsageError, in one sentence, if the folder is not a datastore, files are truncated or changed, or the
     tokenizer is another one.
     """
-    folder = Path(folder).expanduser()
+    folder = in_home(folder)
     meta = read_meta(folder)
     if not meta["complete"]:
         raise UsageError(f"{folder} is incomplete; run the same `specjax datastore build` again")

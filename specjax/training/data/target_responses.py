@@ -17,6 +17,7 @@ import numpy as np
 from specjax.api import decode, serve
 from specjax.errors import UsageError
 from specjax.files.atomic import write_atomic
+from specjax.files.homes import in_home
 from specjax.files.untrusted import first_line, quote, read_json
 from specjax.parallel import gather
 from specjax.persistence.fingerprint import digest_arrays
@@ -134,7 +135,7 @@ class ResponseStore:
 
         Raises: UsageError if the folder cannot be written, holds responses with another identity, or broken files.
         """
-        self.folder = Path(folder).expanduser()
+        self.folder = in_home(folder)
         self.responses: dict[tuple[tuple[int, ...], int, str], TargetResponse] = {}
         self._vocab_size = identity.get("vocabulary", sys.maxsize)
         self._lines = 0

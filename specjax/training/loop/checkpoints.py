@@ -16,6 +16,7 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.files.atomic import write_atomic
+from specjax.files.homes import in_home
 from specjax.files.untrusted import first_line, quote, read_json
 from specjax.persistence.checkpoint import restore, save
 from specjax.persistence.fingerprint import digest
@@ -135,7 +136,7 @@ class TrainingCheckpoints:
         self.folder: RunFolder | None = None
         if folder is not None:
             run_id = digest(json.dumps(self.identity, sort_keys=True).encode())[:12]
-            self.folder = RunFolder(Path(folder).expanduser(), run_id)
+            self.folder = RunFolder(in_home(folder), run_id)
             self._restore(self.folder)
 
     def _restore(self, folder: RunFolder) -> None:

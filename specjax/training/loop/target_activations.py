@@ -22,6 +22,7 @@ import numpy as np
 from specjax.arrays.modes import jit
 from specjax.errors import UsageError
 from specjax.files.atomic import write_atomic
+from specjax.files.homes import in_home
 from specjax.files.sizes import GIB, gib
 from specjax.files.untrusted import read_json
 from specjax.numerics.global_arrays import gather
@@ -65,7 +66,7 @@ class ActivationCache:
         self, folder: str | Path, gib: float, on_progress: Callable[[int, int], Any] = lambda done, total: None
     ):
         """Use a folder. Args: gib: its size limit. on_progress: callback (stored tokens, all tokens)."""
-        self.folder, self.gib, self.on_progress = Path(folder).expanduser(), gib, on_progress
+        self.folder, self.gib, self.on_progress = in_home(folder), gib, on_progress
 
     def check(self, target: Target | None, objective: TrainingObjective) -> dict[str, Any]:
         """Return the identity of the activations that an objective reads, as the folder stores it.

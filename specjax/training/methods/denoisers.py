@@ -22,6 +22,7 @@ from specjax.arrays.modes import with_standard_modes
 from specjax.diffusion.types import Denoiser
 from specjax.errors import UsageError
 from specjax.files.atomic import write_tensors
+from specjax.files.homes import in_home
 from specjax.files.untrusted import guarded_read
 from specjax.models import LlamaConfig, Tokenizer, abstract_params, init_params, make_model
 from specjax.models.loading.families.denoisers import DenoiserSettings
@@ -57,7 +58,7 @@ def save_denoiser(file: str | Path, denoiser: Denoiser, dtype: str = "float16", 
         **metadata,
     }
     tensors = {name: x.astype(dtype) for name, x in _leaves_by_path(denoiser.params).items()}
-    write_tensors(Path(file).expanduser(), tensors, header)
+    write_tensors(in_home(file), tensors, header)
 
 
 def load_denoiser(file: str | Path) -> Denoiser:

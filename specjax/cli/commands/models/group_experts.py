@@ -9,6 +9,7 @@ import typer
 
 from specjax.cli.options import common as o
 from specjax.errors import require
+from specjax.files.homes import in_home
 
 HELP = """Cluster the experts of a mixture for the devices of a mesh.
 
@@ -58,7 +59,7 @@ def group_experts(
         traces = trace_experts(loaded.target, [tokens])
     with stage(log, "clustering experts", "clustered experts"):
         groups = o.parse_flag("--devices", lambda count: cluster_experts(traces, count, seed=seed), devices)
-    o.parse_flag("OUT", groups.save, out.expanduser())
+    o.parse_flag("OUT", groups.save, in_home(out))
     if as_json:
         print_json({
             **describe_command(), "model": model, "file": str(out), "tokens": len(tokens), "devices": devices,

@@ -12,6 +12,7 @@ import typer
 from specjax.cli.options import common as o
 from specjax.cli.options import vllm_sglang_flags as s
 from specjax.errors import UsageError, require
+from specjax.files.homes import in_home
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,7 +92,7 @@ def _is_head(source: str) -> bool:
     """Return True for a draft head, which is recognised by its tensors. A folder with configs only is a model."""
     from specjax.cli.options.drafter_flags import find_head_kind
 
-    folder = Path(source).expanduser()
+    folder = in_home(source)
     if folder.is_dir() and all(path.suffix in CONFIG_SUFFIXES for path in folder.iterdir()):
         return False
     return find_head_kind(source, "SOURCE") is not None

@@ -14,6 +14,7 @@ from specjax.cli.options import common as o
 from specjax.cli.options import completion
 from specjax.cli.options.groups import with_groups
 from specjax.errors import require
+from specjax.files.homes import in_home
 
 HELP = """Write a quantised model as a folder, and measure what quantisation changes.
 
@@ -113,7 +114,7 @@ def quantize(
     document: dict[str, Any] = {**describe_command(), "model": model, "dtype": dtype}
     use_compilation_cache(not no_cache)
     if out is not None:
-        document["written"] = _write(model, out.expanduser(), schemes[0], dtype, log)
+        document["written"] = _write(model, in_home(out), schemes[0], dtype, log)
     if text is not None:
         document |= {"text": str(evaluation.evaluate), "machine": describe_machine()}
         document["evaluation"] = _evaluate(model, text, schemes, dtype, evaluation, log)

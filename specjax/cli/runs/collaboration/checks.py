@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from specjax.catalog import METHODS, Method
@@ -16,6 +15,7 @@ from specjax.cli.options.processing import ProcessingOptions
 from specjax.cli.runs.decoding import name_flags
 from specjax.engine.prepare import Settings
 from specjax.errors import UsageError, require
+from specjax.files.homes import in_home
 from specjax.models.loading.reward_models import check_reward_folder
 from specjax.processors import presence
 
@@ -97,7 +97,7 @@ def check_reward_options(name: str, options: Mapping[str, Any]) -> None:
     source, extras = options.get(name), [f"{name}_{key}" for key in ("head", "link", "suffix")]
     for extra in extras:
         require(source is not None or extra not in options, f"--set {extra} is about a {name}; add --set {name}=FOLDER")
-    if source is not None and Path(source).expanduser().exists() and extras[0] not in options:
+    if source is not None and in_home(source).exists() and extras[0] not in options:
         parse_flag(f"--set {name}", check_reward_folder, source)
 
 
