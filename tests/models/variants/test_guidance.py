@@ -304,7 +304,7 @@ def test_a_step_does_not_copy_the_cache():
 
 
 def test_a_model_with_images_reads_texts_under_guidance():
-    """Its texts are those of its text model. Images are refused."""
+    """The guided texts are those of its text model. Images are refused."""
     reader = vision_target()
     config = LlamaConfig(**values_of(reader.model.config, dataclasses.fields(DecoderConfig)))
     params = {name: part for name, part in reader.params.items() if name not in ("tower", "connector")}
