@@ -63,7 +63,7 @@ def window(initial: str = "random", **options) -> Callable[[Target, Target], Dra
 
 def ways(codebook: np.ndarray) -> dict[str, Way]:
     """Return the methods by name."""
-    table = digits.neighbours(codebook, 8)
+    table = verifiers.nearest_codes(codebook, 8)
     rules = {
         **{f"LANTERN {delta}": verifiers.lantern(table, delta) for delta in (0.01, 0.05, 0.2)},
         "LANTERN++ 2": verifiers.lantern(table, 2.0, relative=True),

@@ -65,13 +65,6 @@ def to_images(tokens: np.ndarray, codebook: np.ndarray) -> np.ndarray:
     return pairs.reshape(-1, SIDE, SIDE).astype(np.float32)
 
 
-def neighbours(codebook: np.ndarray, count: int) -> np.ndarray:
-    """Return the `count` codes int32[CODES, count] nearest to each code, nearest first, without the code itself."""
-    distance = np.sum((codebook[:, None] - codebook) ** 2, -1)
-    np.fill_diagonal(distance, -1.0)
-    return np.argsort(distance, 1, kind="stable")[:, 1 : count + 1].astype(np.int32)
-
-
 def augmented(data: Digits, count: int, seed: int) -> Digits:
     """Return `count` images made of `data`, some of them moved by one pixel, and all a bit darker or lighter."""
     rng = np.random.default_rng(seed)

@@ -50,8 +50,8 @@ PRESETS: dict[str, tuple[str, ...]] = {
         "BiLD with the target's own samples: --tree bild:10 --verifier rollback:sample=yes --temperature 1",
     ),
     "lantern": (
-        "LANTERN as published, with the 1,000 nearest codes of each code: verifiers.lantern(nearest, 0.1), with "
-        "temperature=1.0",
+        "LANTERN as published, with nearest = verifiers.nearest_codes(codebook, 1000): "
+        "verifiers.lantern(nearest, 0.1), with temperature=1.0",
         "LANTERN's greedy mode: verifiers.lantern(nearest, 0.1, sample=False), with temperature=1.0",
     ),
     "lantern++": ("LANTERN++: verifiers.lantern(nearest, 2.0, relative=True), with temperature=1.0",),

@@ -19,7 +19,7 @@ from specjax.verifiers.exact.traversal import traversal
 from specjax.verifiers.lossy.bild import rollback
 from specjax.verifiers.lossy.grouped import grouped, grouped_static
 from specjax.verifiers.lossy.judge import init_judge, judge
-from specjax.verifiers.lossy.lantern import lantern
+from specjax.verifiers.lossy.lantern import lantern, nearest_codes
 from specjax.verifiers.lossy.rapid import rapid
 from specjax.verifiers.lossy.top_beta import top_beta
 from specjax.verifiers.lossy.typical import typical
@@ -39,6 +39,7 @@ __all__ = [
     "judge",
     "lantern",
     "multipath_block",
+    "nearest_codes",
     "rapid",
     "recursive_rejection",
     "rollback",

@@ -26,8 +26,11 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.arrays.indexing import first_largest, take_along
+from specjax.errors import UsageError
+from specjax.numerics.validation import check_integer
 from specjax.types import Array, TokenTree
 from specjax.verifiers.descent import descend, rule_for
 from specjax.verifiers.lossy.typical import longest_run, node_log_probability
@@ -125,6 +128,39 @@ def lantern(
             jnp.asarray(offset, jnp.int32),
         ),
     )
+
+
+BLOCK = 512
+"""Codes whose distances to all others exist at a time: 16,384 codes take 32 MB."""
+
+
+def nearest_codes(codebook: np.ndarray, count: int) -> np.ndarray:
+    """Return the codes int32[C, count] nearest to each code of a VQ codebook, nearest first, for `lantern`.
+
+    A code is not its own neighbour. Another code with the same vector is, and equal distances go by number.
+
+    codebook: float[C, D], the vectors of the codes.
+
+    Raises: UsageError for an array of another rank, or a `count` outside of 0 to C - 1.
+    """
+    vectors = np.asarray(codebook, np.float32)
+    if vectors.ndim != 2:
+        raise UsageError(
+            f"the codebook has the shape {list(vectors.shape)}, which must be [codes, numbers of a vector]"
+        )
+    codes = len(vectors)
+    check_integer("count", count, 0)
+    if count >= codes:
+        raise UsageError(f"count is {count}, but a code has only {codes - 1} neighbours; lower it")
+    nearest = np.empty((codes, count), np.int32)
+    for first in range(0, codes, BLOCK):
+        block = vectors[first : first + BLOCK]
+        distance = np.zeros((len(block), codes), np.float32)
+        for x, y in zip(block.T, vectors.T, strict=True):  # exact zeros for equal vectors, unlike a product
+            distance += np.square(x[:, None] - y)
+        distance[np.arange(len(block)), first + np.arange(len(block))] = np.inf
+        nearest[first : first + BLOCK] = np.argsort(distance, 1, kind="stable")[:, :count]
+    return nearest
 
 
 @functools.cache

@@ -21,7 +21,8 @@ from lossy import (
 
 from specjax import UsageError
 from specjax.types import TokenTree
-from specjax.verifiers import greedy
+from specjax.verifiers import greedy, nearest_codes
+from specjax.verifiers.lossy import lantern as lossy_lantern
 from specjax.verifiers.lossy.lantern import core, lantern
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -128,3 +129,19 @@ def test_greedy_lantern_equals_plain_python(relative):
     greedy_count = jax.device_get(greedy(jax.random.split(jax.random.key(0), len(tokens)), tree, logits)).num_nodes
     np.testing.assert_array_equal(exact.num_nodes, greedy_count)
     assert (end.num_nodes >= greedy_count).all() and (end.num_nodes > greedy_count).any()
+
+
+def test_nearest_codes(monkeypatch):
+    """Codes with one vector are neighbours of each other at distance 0, and no code is its own."""
+    monkeypatch.setattr(lossy_lantern, "BLOCK", 3)
+    codebook = np.random.default_rng(0).normal(size=(11, 4))
+    codebook[7] = codebook[2]
+    near = nearest_codes(codebook, 10)
+    distance = np.sum((codebook[:, None] - codebook) ** 2, -1)
+    assert near[2, 0] == 7 and near[7, 0] == 2
+    assert (np.sort(np.column_stack([near, np.arange(11)]), 1) == np.arange(11)).all()
+    assert (np.diff(np.take_along_axis(distance, near, 1), axis=1) >= -1e-6).all()
+    with pytest.raises(UsageError, match="count is 11, but a code has only 10 neighbours; lower it"):
+        nearest_codes(codebook, 11)
+    with pytest.raises(UsageError, match=r"the shape \[4\], which must be"):
+        nearest_codes(codebook[0], 2)
