@@ -13,6 +13,9 @@ from specjax.catalog.method import Method
 from specjax.catalog.methods import METHODS, find_drafter
 from specjax.catalog.schemes import without_scheme
 
+IMAGE_PATCHES = 1024
+"""Patches of an image, for models that read images of any size."""
+
 
 class Defaults(NamedTuple):
     """The choices for one target, draft and backend."""

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from specjax import parallel, trees
 from specjax.catalog import METHODS, Method, find_drafter, of_kind
-from specjax.catalog.defaults import NATIVE, NATIVE_METHOD
+from specjax.catalog.defaults import IMAGE_PATCHES, NATIVE, NATIVE_METHOD
 from specjax.catalog.schemes import check_cache_dtype, check_quantize, of_drafts
 from specjax.errors import UsageError
 from specjax.models import LlamaConfig
@@ -25,7 +25,7 @@ from specjax.models.storage import quantized_config
 from specjax.models.storage.format_names import describe_formats
 from specjax.numerics.same_bits import SameBitsError, unsupported_reason
 from specjax.planning.inputs.denoiser_inputs import check_autoregressive, check_denoiser, in_blocks
-from specjax.planning.inputs.image_inputs import IMAGE_PATCHES, check_images
+from specjax.planning.inputs.image_inputs import check_images
 from specjax.planning.inputs.model_configs import load_config, load_denoiser_settings, num_params, num_params_of_head
 from specjax.planning.inputs.native_heads import default_native, native_head
 from specjax.planning.inputs.topologies import Topology, parse_topology

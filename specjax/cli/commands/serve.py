@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from specjax.catalog.defaults import IMAGE_PATCHES
 from specjax.cli.options import common as o
 from specjax.cli.options import completion, hosts
 from specjax.cli.options.groups import DraftOptions, ModelOptions, SamplingOptions, flag_values, with_groups
@@ -67,7 +68,7 @@ class ServerOptions:
     ] = 0
     image_patches: Annotated[
         int, typer.Option("--image-patches", help="Patches of an image, for models that read images of any size.")
-    ] = 1024
+    ] = IMAGE_PATCHES
     prefix_gib: Annotated[
         float, typer.Option("--prefix-gib", help="GiB of memory for beginnings of prompts that were read.")
     ] = 0.5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import sys
 import time
 from collections.abc import Hashable, Iterable, Iterator
@@ -22,6 +21,7 @@ from specjax.cli.runs.decoding import Decoding
 from specjax.cli.runs.run import PromptRun, Report
 from specjax.cli.runs.session import Session
 from specjax.errors import UsageError
+from specjax.files.homes import in_home
 from specjax.models import images, load_image_processor
 from specjax.models.loading import resolve
 from specjax.models.vision.processor import ImageProcessor, Tiles, open_picture, picture_turn
@@ -241,8 +241,8 @@ class Chat(PromptRun):
 
 def picture_path(name: str) -> Path:
     """Return the path of a file whose name a person wrote, or dropped on a terminal, which can escape its spaces."""
-    path = os.path.expanduser(name)  # that of pathlib fails for a user that does not exist
-    return Path(path if os.path.exists(path) else path.replace("\\ ", " "))
+    path = in_home(name)
+    return path if path.exists() else Path(str(path).replace("\\ ", " "))
 
 
 def input_form(request: Request) -> Hashable:

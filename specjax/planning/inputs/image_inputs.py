@@ -11,9 +11,6 @@ from specjax.models import images
 from specjax.models.vision.config import VisionLanguageConfig
 from specjax.types import PyTree, Target
 
-IMAGE_PATCHES = 1024
-"""Patches of an image by default, for models that read images of any size. `specjax serve` has the same default."""
-
 
 def check_images(config: Any, tiles: int, patches: int, context: int) -> None:
     """Check the images of a prompt with `context` tokens. Raises: UsageError that names the option at fault."""

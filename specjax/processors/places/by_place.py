@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.errors import UsageError
+from specjax.processors.places.answer_places import add_count, init_count, places_of_nodes
 from specjax.types import Array, Processor, TokenTree
 
 
@@ -45,7 +46,7 @@ def by_place(sets: Sequence[Iterable[int]], places: Sequence[int]) -> Processor:
     for row, tokens in zip(is_allowed, ids, strict=True):
         row[tokens] = True
     params = AllowedSets(jnp.asarray(is_allowed), jnp.asarray(set_of, jnp.int32))
-    return Processor(process=_process, init=_init, update=_update, check=_check, by_row=True, params=params)
+    return Processor(process=_process, init=init_count, update=add_count, check=_check, by_row=True, params=params)
 
 
 def _ids_of_set(number: int, tokens: Iterable[int]) -> np.ndarray:
@@ -77,18 +78,9 @@ def _check(processor: Processor, vocab_size: int) -> None:
         raise UsageError(f"by_place has token {width - 1}, outside of the model's vocabulary of {vocab_size}")
 
 
-def _init(params: AllowedSets, settings, tokens: Array, length: Array, vocab_size: int) -> Array:
-    return jnp.zeros_like(length)  # int32[B], tokens of the answer
-
-
 def _process(params: AllowedSets, count: Array, tree: TokenTree, above: Array, logits: Array) -> Array:
-    drafted = above & (jnp.arange(above.shape[2]) > 0)  # the path to each node, without the root
-    place = count[:, None] + jnp.sum(drafted, 2)  # int32[B, R]
+    place = places_of_nodes(count, above)
     last = len(params.set_of) - 1
     rows = params.is_allowed[params.set_of[jnp.minimum(place, last)]]
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, logits.shape[2] - rows.shape[2])))
     return jnp.where(rows | (place > last)[..., None], logits, -jnp.inf)
-
-
-def _update(params: AllowedSets, count: Array, tokens: Array, added: Array) -> Array:
-    return count + added

@@ -15,6 +15,7 @@ import numpy as np
 
 from specjax.errors import UsageError
 from specjax.files.untrusted import quote
+from specjax.processors.places.answer_places import add_count, init_count, places_of_nodes
 from specjax.types import Array, Processor, TokenTree
 
 
@@ -37,7 +38,7 @@ def forced(tokens: Mapping[int, int]) -> Processor:
         raise UsageError(f"forced needs token ids by place, such as {{0: 2}}, not {quote(tokens)}")
     places, ids = (jnp.asarray(list(values), jnp.int32) for values in (tokens.keys(), tokens.values()))
     params = ForcedPlaces(places, ids)
-    return Processor(process=_process, init=_init, update=_update, check=_check, by_row=True, params=params)
+    return Processor(process=_process, init=init_count, update=add_count, check=_check, by_row=True, params=params)
 
 
 def _check(processor: Processor, vocab_size: int) -> None:
@@ -46,18 +47,9 @@ def _check(processor: Processor, vocab_size: int) -> None:
         raise UsageError(f"forced has token {np.max(tokens)}, outside of the model's vocabulary of {vocab_size}")
 
 
-def _init(params: ForcedPlaces, settings, tokens: Array, length: Array, vocab_size: int) -> Array:
-    return jnp.zeros_like(length)  # int32[B], tokens of the answer
-
-
 def _process(params: ForcedPlaces, count: Array, tree: TokenTree, above: Array, logits: Array) -> Array:
-    drafted = above & (jnp.arange(above.shape[2]) > 0)  # the path to each node, without the root
-    place = count[:, None] + jnp.sum(drafted, 2)  # int32[B, R]
+    place = places_of_nodes(count, above)
     is_here = place[..., None] == params.places
     token = jnp.sum(jnp.where(is_here, params.tokens, 0), -1)
     of_place = jnp.where(jnp.arange(logits.shape[2]) == token[..., None], 0.0, -jnp.inf)
     return jnp.where(jnp.any(is_here, -1)[..., None], of_place, logits)
-
-
-def _update(params: ForcedPlaces, count: Array, tokens: Array, added: Array) -> Array:
-    return count + added

@@ -119,16 +119,11 @@ def unused_hf(config: VisionLanguageConfig) -> frozenset[str]:
 
 def config_to_hf(c: VisionLanguageConfig) -> dict[str, Any]:
     """Return the fields that `config_from_hf` reads."""
-    names = {activation: name for name, activation in common.ACTIVATIONS.items()}
-    fields, size = common.to_hf(c), c.tower.image_size
+    fields, size = llava.config_to_hf(c), c.tower.image_size
     assert c.any_resolution is not None
     return fields | {
         "architectures": ["LlavaOnevisionForConditionalGeneration"],
         "vision_config": fields["vision_config"] | {"model_type": "siglip_vision_model"},
-        "image_token_index": c.image_token,
-        "projector_hidden_act": names[c.connector.activation],
-        "multimodal_projector_bias": c.connector.bias,
-        "vision_feature_layer": c.tower.num_layers,
         "vision_feature_select_strategy": "full",
         "image_grid_pinpoints": [[rows * size, columns * size] for rows, columns in c.any_resolution.grids],
         "vision_aspect_ratio": f"anyres_max_{c.any_resolution.max_tiles}",

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from specjax.catalog.defaults import NATIVE, NATIVE_METHOD
+from specjax.catalog.defaults import IMAGE_PATCHES, NATIVE, NATIVE_METHOD
 from specjax.cli.options import common as o
 from specjax.cli.options import completion
 from specjax.cli.options import planning as p
@@ -93,7 +93,7 @@ def compile_(
     ] = 0,
     image_patches: Annotated[
         int, typer.Option("--image-patches", help="Patches of an image, for models that read images of any size.")
-    ] = 1024,
+    ] = IMAGE_PATCHES,
     as_json: o.JsonOption = False,
 ) -> None:
     require(stages is not None or widths is None, "--widths applies only to --stages; leave it out, or add --stages")
