@@ -14,6 +14,7 @@ import numpy as np
 
 from specjax import parallel
 from specjax.api import job_of, stream_job
+from specjax.bench.compilation import Stopwatch
 from specjax.bench.records import MeasuredRun
 from specjax.diffusion import Denoiser, Procedure
 from specjax.engine.job import Job
@@ -87,12 +88,11 @@ def run_decode(task: DecodeTask) -> MeasuredRun:
 
 
 def run_loop(loop: Callable[..., DecodeResult], rows: Rows, keys: Array, max_new_tokens: int) -> MeasuredRun:
-    """Time a loop of its own, a function `(prompts, *, key, max_new_tokens) -> DecodeResult`."""
-    start = time.perf_counter()
-    result = jax.block_until_ready(loop(pack(rows), key=keys, max_new_tokens=max_new_tokens))
-    seconds = time.perf_counter() - start
+    """Time a loop of its own, a function `(prompts, *, key, max_new_tokens) -> DecodeResult`, without compilation."""
+    with Stopwatch() as watch:
+        result = jax.block_until_ready(loop(pack(rows), key=keys, max_new_tokens=max_new_tokens))
     hit_eos, stats = jax.device_get((result.hit_eos, result.stats))
-    return MeasuredRun(result.to_lists(), hit_eos, stats, seconds)
+    return MeasuredRun(result.to_lists(), hit_eos, stats, watch.seconds, compile_seconds=watch.compile_seconds)
 
 
 def run_stream(

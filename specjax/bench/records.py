@@ -29,6 +29,7 @@ class MeasuredRun(NamedTuple):
     resumed: int = 0  # tokens that an earlier process decoded; `seconds` excludes them
     columns: np.ndarray | None = None  # int32[B], columns of the rows' canvases in all passes of a denoising loop
     computed: np.ndarray | None = None  # int32[B], columns that the loop computed, padding included
+    compile_seconds: float = 0.0  # of a method with a loop of its own; `seconds` excludes them
 
 
 def merge(runs: Sequence[MeasuredRun]) -> MeasuredRun:
@@ -43,6 +44,7 @@ def merge(runs: Sequence[MeasuredRun]) -> MeasuredRun:
         sum(run.resumed for run in runs),
         _joined([run.columns for run in runs]),
         _joined([run.computed for run in runs]),
+        sum(run.compile_seconds for run in runs),
     )
 
 

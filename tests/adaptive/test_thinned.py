@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled_programs
 from tiers import those
 from toy import markov
 
@@ -162,14 +163,10 @@ def test_layers_that_nobody_runs_are_not_computed(name):
 def test_a_second_threshold_compiles_nothing():
     model = adaptive.skip_layers(depths.target(), adaptive.calm(0.5, every=2))
     depths.texts(model)
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, duration, **kw: compiled.append(event) if "backend_compile" in event else None
-    )
     again = adaptive.skip_layers(depths.target(), adaptive.calm(0.25, every=2))
     key = jax.random.key(1).block_until_ready()
-    compiled.clear()
-    decode(again, autoregressive(), depths.PROMPTS, key=key, max_new_tokens=depths.NEW)
+    with compiled_programs() as compiled:
+        decode(again, autoregressive(), depths.PROMPTS, key=key, max_new_tokens=depths.NEW)
     assert compiled == []
 
 

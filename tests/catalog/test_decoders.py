@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled_programs
 from heads import tiny_head
 from scipy.stats import kstest, norm
 from tiers import those
@@ -108,12 +109,10 @@ def test_rows_do_not_depend_on_their_batch(name):
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_second_call_compiles_nothing(name):
     run(name)
-    compiled, other = [], jax.random.split(jax.random.key(2), 3)
+    other = jax.random.split(jax.random.key(2), 3)
     run(name, keys=other)  # programs that only prepare arguments
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, duration, **kw: compiled.append(event) if "backend_compile" in event else None
-    )
-    run(name, keys=other)
+    with compiled_programs() as compiled:
+        run(name, keys=other)
     assert compiled == []
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled_programs
 from heads import OF_OTHER_TARGETS, tiny_head
 from rules import takes_all
 from tiers import those
@@ -276,15 +277,11 @@ def test_second_call_compiles_nothing(name, temperatures):
     first = make(name, tiny_llama(), draft_of(name))  # now: what another test compiled may have been dropped since
     call = {"max_new_tokens": 24, "eos": () if temperatures[0] else (27, 12)}
     decode(tiny_llama(), first, PROMPTS, key=jax.random.key(0), temperature=temperatures[0], **call)
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, duration, **kw: compiled.append(event) if "backend_compile" in event else None
-    )
     rebuilt = make(name, tiny_llama(), draft_of(name))
     key = jax.random.key(1).block_until_ready()
-    compiled.clear()
-    again = decode(tiny_llama(), rebuilt, PROMPTS, key=key, temperature=temperatures[1], **call)
-    jax.block_until_ready(again)
+    with compiled_programs() as compiled:
+        again = decode(tiny_llama(), rebuilt, PROMPTS, key=key, temperature=temperatures[1], **call)
+        jax.block_until_ready(again)
     assert compiled == []
 
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 import texts as lib
+from compiled import compiled_programs
 
 from specjax import UsageError
 from specjax.catalog import REQUIRED, of_kind
@@ -99,11 +100,8 @@ def test_a_second_call_compiles_nothing(name):
     lib.run(name)
     key = jax.random.split(jax.random.key(5), 3)
     lib.run(name, key=key)  # programs that only prepare arguments
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, duration, **kw: compiled.append(event) if "backend_compile" in event else None
-    )
-    other = lib.run(name, prompts=[[1], [2, 3], [4, 5, 6]], key=key)
+    with compiled_programs() as compiled:
+        other = lib.run(name, prompts=[[1], [2, 3], [4, 5, 6]], key=key)
     assert compiled == []
     same = lib.run(name, prompts=[[1], [2, 3], [4, 5, 6]], key=lib.KEYS)
     assert (other.to_lists() == same.to_lists()) == (name in NO_KEYS)

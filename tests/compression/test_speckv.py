@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_in_numpy import LAYERS, look_ahead, run, sharp_llama
+from compiled import compiled_programs
 from rules import takes_all
 from toy import chi_square, markov, tiny_llama
 
@@ -274,12 +275,9 @@ def test_near_ties_are_measured_on_the_compact_cache():
 
 def test_a_second_call_compiles_nothing():
     texts(compressed())
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, duration, **kw: compiled.append(event) if "backend_compile" in event else None
-    )
-    again = speckv(target(), None, RULE.max_new_tokens, **SMALL)
-    texts(again, prompts=[LONG[:77], SHORT, LONG[:20]], key=jax.random.key(1))
+    with compiled_programs() as compiled:
+        again = speckv(target(), None, RULE.max_new_tokens, **SMALL)
+        texts(again, prompts=[LONG[:77], SHORT, LONG[:20]], key=jax.random.key(1))
     assert compiled == []
 
 

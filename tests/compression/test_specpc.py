@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_in_numpy import look_ahead, run, sharp_llama
+from compiled import compiled_programs
 from rules import takes_all
 from toy import markov, tiny_llama
 
@@ -165,11 +166,8 @@ def test_speculation_over_a_compressed_prompt_is_exact(drafter):
 
 def test_a_second_call_compiles_nothing():
     specpc(draft(), [LONG[:90]], 40, **SMALL)
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, duration, **kw: compiled.append(event) if "backend_compile" in event else None
-    )
-    specpc(draft(), [LONG[:100], LONG[:5]], 40, **SMALL)
+    with compiled_programs() as compiled:
+        specpc(draft(), [LONG[:100], LONG[:5]], 40, **SMALL)
     assert compiled == []
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled_programs
 from scipy.stats import chisquare
 from toy import DATA, TARGET_ROWS, joint_distribution
 from toy_decoders import exact
@@ -207,11 +208,8 @@ def test_a_row_alone_equals_the_row_in_a_batch_and_a_second_call_compiles_nothin
         for ours, theirs in zip(jax.tree.leaves(alone), jax.tree.leaves(batch), strict=True):
             np.testing.assert_array_equal(ours[0], theirs[b])
     other = jax.block_until_ready(jax.random.split(jax.random.key(6), 3))
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, duration, **kw: compiled.append(event) if "backend_compile" in event else None
-    )
-    jax.block_until_ready(any_subset(model, tokens, missing, key=other, window=2))
+    with compiled_programs() as compiled:
+        jax.block_until_ready(any_subset(model, tokens, missing, key=other, window=2))
     assert compiled == []
 
 

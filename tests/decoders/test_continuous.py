@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled_programs
 from scipy.stats import kstest, norm
 from tiers import exhaustive
 from toy import DATA
@@ -157,11 +158,8 @@ def test_a_row_alone_equals_the_row_in_a_batch_and_a_second_call_compiles_nothin
         np.testing.assert_allclose(alone.tokens[0], batch.tokens[b], atol=1e-5)
         assert alone.stats.target_passes[0] == batch.stats.target_passes[b]
     other = jax.block_until_ready(condition + 5)
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, duration, **kw: compiled.append(event) if "backend_compile" in event else None
-    )
-    far = jax.block_until_ready(run(prompts, lengths=lengths, condition=other, key=keys))
+    with compiled_programs() as compiled:
+        far = jax.block_until_ready(run(prompts, lengths=lengths, condition=other, key=keys))
     assert compiled == []
     assert (np.asarray(far.tokens) > np.asarray(batch.tokens) + 3).all()  # the condition reaches both backbones
 

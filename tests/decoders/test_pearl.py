@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import those
@@ -156,11 +157,8 @@ def test_meshes_of_their_own():
 def test_second_call_compiles_nothing():
     target, draft = on(tiny_llama(), 1), on(tiny_llama(seed=1, layers=1), 2)
     first = pearl(target, draft, PROMPTS, temperature=0.8, num_tokens=3, **OPTIONS)
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, duration, **kw: compiled.append(event) if "backend_compile" in event else None
-    )
-    again = pearl(target, draft, PROMPTS, temperature=0.8, num_tokens=3, **OPTIONS)
+    with compiled_programs() as compiled:
+        again = pearl(target, draft, PROMPTS, temperature=0.8, num_tokens=3, **OPTIONS)
     assert compiled == []
     assert again.to_lists() == first.to_lists()
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
-import jax.monitoring
+import jax
 import pytest
+from compiled import compiled_programs
 
 from specjax.bench import measure, near_ties
 from specjax.bench.near_ties import Difference
@@ -50,21 +51,15 @@ def write(path, *lines):
 def watch_compilation(monkeypatch) -> list[list[str]]:
     """The names of the programs compiled in each decoding run from now on, whatever other tests have compiled."""
     jax.clear_caches()
-    compiled, by_run = [], []
-    honest = measure.run_decode
+    by_run, honest = [], measure.run_decode
 
     def watched(task):
-        start = len(compiled)
-        run = honest(task)
-        by_run.append(compiled[start:])
+        with compiled_programs() as compiled:
+            run = honest(task)
+        by_run.append(compiled)
         return run
 
-    def listen(event, seconds, **more):
-        if "backend_compile" in event:
-            compiled.append(str(more.get("fun_name")))
-
     monkeypatch.setattr(measure, "run_decode", watched)
-    jax.monitoring.register_event_duration_secs_listener(listen)
     return by_run
 
 

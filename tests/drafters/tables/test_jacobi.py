@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled_programs
 from scipy.stats import chisquare
 from toy import MARKOV, TARGET_ROWS, joint_distribution, markov
 
@@ -142,11 +143,8 @@ def test_every_redrafted_token_is_accepted_if_the_law_has_no_context():
 def test_a_second_call_compiles_nothing():
     triples(jacobi(3, window=2)).tokens.block_until_ready()
     key = jax.block_until_ready(jax.random.key(8))
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, duration, **kw: compiled.append(event) if "backend_compile" in event else None
-    )
-    triples(jacobi(3, window=2), key=key).tokens.block_until_ready()
+    with compiled_programs() as compiled:
+        triples(jacobi(3, window=2), key=key).tokens.block_until_ready()
     assert compiled == []
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compiled_programs
 from heads import tiny_head
 from image_heads import vision_target
 from tiers import those
@@ -155,13 +156,9 @@ def test_positions_of_the_conditional_row_fail():
 def test_another_scale_compiles_nothing():
     greedy(autoregressive())
     text = lambda scale: greedy(autoregressive(), guided(tiny_llama(), scale)).to_lists()
-    compiled = []
-    scale = jnp.asarray([1.0, 1.0, 1.0])
-    jax.block_until_ready(scale)
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, duration, **kw: compiled.append(event) if "backend_compile" in event else None
-    )
-    ours = text(scale)
+    scale = jax.block_until_ready(jnp.asarray([1.0, 1.0, 1.0]))
+    with compiled_programs() as compiled:
+        ours = text(scale)
     assert compiled == []
     assert ours == decode(tiny_llama(), autoregressive(), PROMPTS, key=0, max_new_tokens=12).to_lists()
     alone = decode(tiny_llama(), autoregressive(), [p[-1:] for p in EMPTY[:1]], key=0, max_new_tokens=12).to_lists()

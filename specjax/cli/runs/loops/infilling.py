@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 
 from specjax.bench import measure
 from specjax.bench import records as report_of
-from specjax.bench.compilation import count_compilation
+from specjax.bench.compilation import Stopwatch
 from specjax.catalog import METHODS
 from specjax.cli.options.common import parse_flag
 from specjax.cli.options.groups import ModelOptions, refuse_flags
@@ -82,15 +81,14 @@ class Infilling(Generation):
         shapes = {self._blank(batch)[0].shape: batch for batch in self.batches}
         with stage(log, "compiling", f"compiled {self.method.name}"):
             for batch in shapes.values():
-                self.compile_seconds += self._fill(batch, **self.options)[0].seconds
-                self.plain_compile_seconds += self._fill(batch, window=1)[0].seconds
+                run, plain = self._fill(batch, **self.options)[0], self._fill(batch, window=1)[0]
+                self.compile_seconds += run.seconds + run.compile_seconds
+                self.plain_compile_seconds += plain.seconds + plain.compile_seconds
 
     def run_batch(self, number: int, report: Report) -> None:
         """Fill in the missing tokens of a batch, and print its texts."""
-        with count_compilation() as compilation:
-            run, texts = self._fill(self.batches[number], **self.options)
-        self.compile_seconds += compilation.seconds
-        run = run._replace(seconds=run.seconds - compilation.seconds)
+        run, texts = self._fill(self.batches[number], **self.options)
+        self.compile_seconds += run.compile_seconds
         for row, tokens in zip(self.batches[number], texts, strict=True):
             stream = TextStream(self.session.tokenizer, ())
             for token in tokens:
@@ -111,14 +109,15 @@ class Infilling(Generation):
         model: Any = self.session.target
         settings, keys = self.decoding.settings, measure.row_keys(self.decoding.seed, [row.ordinal for row in batch])
         tokens, missing, lengths = self._blank(batch)
-        start = time.perf_counter()
         names = "temperature", "top_k", "top_p"
         warping: dict[str, Any] = {name: getattr(settings, name) for name in names}
-        result = any_subset(model, tokens, missing, lengths=lengths, key=keys, **warping, **options)
-        jax.block_until_ready(result)
-        seconds = time.perf_counter() - start
+        with Stopwatch() as watch:
+            result = any_subset(model, tokens, missing, lengths=lengths, key=keys, **warping, **options)
+            jax.block_until_ready(result)
         hit_eos, stats = jax.device_get((result.hit_eos, result.stats))
-        run = report_of.MeasuredRun(result.to_lists(), hit_eos, stats, seconds)
+        run = report_of.MeasuredRun(
+            result.to_lists(), hit_eos, stats, watch.seconds, compile_seconds=watch.compile_seconds
+        )
         return run, [row[:n].tolist() for row, n in zip(*jax.device_get((result.filled, lengths)), strict=True)]
 
     def _blank(self, batch: Sequence[Encoded]) -> tuple[Array, Array, Array]:
