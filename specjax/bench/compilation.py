@@ -42,8 +42,8 @@ class Stopwatch:
     def _record(self, event: str, start_time: float, end_time: float, **metadata: str | int) -> None:
         """Record a span that has just ended. Its times are those of a clock that may be set, the lengths matter."""
         if event.startswith(PREFIX) and threading.current_thread() not in self._others:
-            now = time.perf_counter()
-            self._spans.append((max(now - (end_time - start_time), self._start), now))
+            end = time.perf_counter()
+            self._spans.append((max(end - (end_time - start_time), self._start), end))
 
 
 def _length_of_union(spans: list[tuple[float, float]]) -> float:

@@ -12,10 +12,10 @@ def compiled_programs():
 
     Threads of earlier tests may still compile theirs, such as that of an engine that is asked to stop.
     """
-    programs, own = [], threading.get_ident()
+    programs, caller = [], threading.get_ident()
 
     def listen(event, duration, **more):
-        if "backend_compile" in event and threading.get_ident() == own:
+        if "backend_compile" in event and threading.get_ident() == caller:
             programs.append(str(more.get("fun_name")))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
