@@ -14,8 +14,9 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,23 +70,31 @@ def _fill_of(model: Any) -> Callable[..., jax.Array]:
 
 
 def run(
-    target: specjax.Target, make: Callable[[Any], Any], rows: Sequence[Sequence[int]], eos: Any, count: int
-) -> Figures:  # fmt: skip
-    """Decode each source alone; the first call compiles and is not timed."""
-    start = [list(target.model.config.text_start)]
-    size = max(map(len, rows))
-    texts, passes, seconds = [], 0, 0.0
-    for number, row in enumerate([rows[0], *rows]):
+    target: specjax.Target, makes: Mapping[str, Callable[[Any], Any]], rows: Sequence[Sequence[int]], eos: Any,
+    count: int, repeats: int,
+) -> dict[str, Figures]:  # fmt: skip
+    """Decode each source alone. The methods take turns, so that all share the slow times of a machine.
+
+    The seconds are the sum of the medians. The first turn, which compiles, is not timed.
+    """
+    start, size = [list(target.model.config.text_start)], max(map(len, rows))
+    totals = {name: Figures([], 0, 0.0) for name in makes}
+    for row in rows:
         source = sources([row], length=-(-size // 32) * 32)
-        drafter = make(source)
-        began = time.perf_counter()
-        result = specjax.decode(target, drafter, start, key=0, inputs=source, max_new_tokens=count, eos=eos)
-        new = result.to_lists()[0]
-        if number:
-            seconds += time.perf_counter() - began
-            texts.append(new)
-            passes += int(result.stats.target_passes[0])
-    return Figures(texts, passes, seconds)
+        methods = {name: make(source) for name, make in makes.items()}
+        times: dict[str, list[float]] = {name: [] for name in makes}
+        results = {}
+        for turn in range(repeats + 1):
+            for name, drafter in methods.items():
+                began = time.perf_counter()
+                result = specjax.decode(target, drafter, start, key=0, inputs=source, max_new_tokens=count, eos=eos)
+                results[name] = result.to_lists()[0], int(result.stats.target_passes[0])
+                if turn:
+                    times[name].append(time.perf_counter() - began)
+        for name, (new, passes) in results.items():
+            texts, total, seconds = totals[name]
+            totals[name] = Figures([*texts, new], total + passes, seconds + statistics.median(times[name]))
+    return totals
 
 
 def report_corrections(tokenizer: Any, texts: list[list[int]], pairs: Sequence[Any]) -> None:
@@ -108,6 +117,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=8)
     parser.add_argument("--longest", type=int, default=480, help="tokens of a source")
     parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each source, of which the median time counts")
     parser.add_argument("--blocks", help="a model that fills masks")
     args = parser.parse_args()
     target, tokenizer = specjax.load(args.model)
@@ -126,17 +136,15 @@ def main() -> None:
     if args.blocks:
         blocks, _ = specjax.load(args.blocks)
         makes["nar_block"] = lambda source: block_drafter(blocks, source)
-    plain = None
     print("| method | tokens per pass | speed | texts |\n| --- | --- | --- | --- |")
-    for name, make in makes.items():
-        figures = run(target, make, rows, end, args.max_new_tokens)
-        plain = plain or figures
+    totals = run(target, makes, rows, end, args.max_new_tokens, args.repeats)
+    plain = totals["autoregressive"]
+    for name, figures in totals.items():
         same = sum(ours == theirs for ours, theirs in zip(figures.texts, plain.texts, strict=True))
         print(
             f"| `{name}` | {figures.tokens_per_pass:.2f} | {plain.seconds / figures.seconds:.2f} "
-            f"| {same} of {len(rows)} equal |", flush=True,
-        )  # fmt: skip
-    assert plain is not None
+            f"| {same} of {len(rows)} equal |"
+        )
     print(f"{sum(map(len, plain.texts))} tokens, plain decoding {plain.seconds:.2f} s")
     if pairs:
         report_corrections(tokenizer, plain.texts, pairs)

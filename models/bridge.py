@@ -367,6 +367,7 @@ def _vision_fields(
         "shardings": None if layout is None else shardings,
         "images": lambda cache: cache.memory,
         "queries": None if config.sections else text["queries"],
+        "check_inputs": lambda inputs, tokens, lengths, _: vision_memory.check_places(config, inputs, tokens, lengths),
         "capabilities": text["capabilities"]._replace(
             inputs=True, needs_inputs=False, placeholder=config.image_token, sees_ahead=config.sees_ahead
         ),

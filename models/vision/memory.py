@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from specjax.errors import UsageError
 from specjax.models.vision.anyres import CORNERS, PatchSamples
 from specjax.models.vision.config import VisionLanguageConfig
 from specjax.models.vision.grids import UNUSED, GridImages, PromptPatches, grid_images
+from specjax.numerics.global_arrays import gather
 from specjax.numerics.validation import check_integer
 from specjax.types import Array, PyTree, Target
 
@@ -164,6 +165,26 @@ def _check_patches(config: VisionLanguageConfig, inputs: GridImages) -> None:
             f"have {numbers} numbers and {images_per_row * num_patches // inputs.places.shape[1]} patches per block; "
             "choose a draft model with the image tower of the target"
         )
+
+
+def check_places(config: VisionLanguageConfig, inputs: Images | GridImages, tokens: Any, lengths: Any) -> None:
+    """Check that prompts int[B, P] of `lengths` int[B] tokens have their placeholders where the vectors have places.
+
+    Other prompts than those that the images were made for would be read without some of the vectors.
+
+    Raises: UsageError for other prompts.
+    """
+    check_fit(config, inputs)
+    has_images = inputs.grids if isinstance(inputs, GridImages) else inputs.patches
+    tokens, lengths, places, has_images = gather((tokens, lengths, inputs.places, has_images))
+    for row, (prompt, length, numbers) in enumerate(zip(tokens, lengths, places, strict=True)):
+        expected = numbers[numbers != UNUSED] if has_images[row].any() else numbers[:0]
+        placeholders = np.flatnonzero(prompt[:length] == config.image_token)
+        if not np.array_equal(placeholders, expected):
+            raise UsageError(
+                f"prompt {row} has {len(placeholders)} placeholders (token {config.image_token}), and its images have "
+                f"{len(expected)} vectors for other places; pass the prompts that specjax.models.images was called with"
+            )
 
 
 def image_config(target: Target) -> VisionLanguageConfig:

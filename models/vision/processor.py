@@ -107,8 +107,8 @@ class ImageProcessor(NamedTuple):
                     result = self.process([pictures] if is_nested else pictures, return_tensors="np")
         except Exception as error:  # many kinds: the settings of the processor are those of a file
             raise UsageError(
-                f"the image processor of {self.config.name} fails ({shorten(first_line(error), QUOTED)}); check its "
-                "preprocessor_config.json"
+                f"the image processor of {self.config.name} fails ({shorten(first_line(error), QUOTED)}); use another "
+                "picture, or check its preprocessor_config.json"
             ) from error
         if self.config.tower.merge and "image_grid_thw" not in result:
             raise UsageError(

@@ -133,9 +133,9 @@ REPEATED = 24
 def warm_stream(task: DecodeTask, programs: ProgramCache | None = None, *, measured: bool = True) -> float:
     """Compile the programs of `run_stream`; return the seconds of tracing, compiling and a few steps.
 
-    The prompts consist of one repeated token, in buffers of the real size. Prefill and a few steps run, so that passes
-    of all widths run if the drafter allows it: on a CPU, parts of a program are prepared when they first run (SmolLM2:
-    0.4 s per width).
+    The prompts consist of one repeated token, in buffers of the real size. Inputs such as images keep their prompts.
+    Prefill and a few steps run, so that passes of all widths run if the drafter allows it: on a CPU, parts of a program
+    are prepared when they first run (SmolLM2: 0.4 s per width).
 
     Args:
       programs: compiled programs of earlier processes. measured: False if no times are compared; then programs from
@@ -144,6 +144,8 @@ def warm_stream(task: DecodeTask, programs: ProgramCache | None = None, *, measu
     length = max(min(REPEATED, task.target.model.max_positions - task.max_new_tokens), 1)
     count = len(task.rows)
     prompts = np.full(bucket(task.rows), task.rows[0][0], np.int32), np.full((count,), length, np.int32)
+    if task.inputs is not None and task.target.model.check_inputs is not None:
+        prompts = pack(task.rows)
     start = time.perf_counter()
     job = task.job_of(prompts, row_keys(0, range(count)))
     if programs is not None:

@@ -368,12 +368,12 @@ import specjax.cli.app as app
 from specjax.persistence import program_cache
 
 def run(arguments):
-    program_cache._start_thread(lambda: time.sleep(60), program_cache.READING)
+    program_cache._start_thread(lambda: time.sleep(600), program_cache.READING)
     print("the text")
     return 0
 
 app.run = run
 cli.main()
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (run.returncode, run.stdout, run.stderr) == (0, "the text\n", "")

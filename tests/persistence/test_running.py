@@ -119,7 +119,7 @@ def test_steps_and_remains_of_others_stay(tmp_path):
         path.rename(tmp_path.parent / f"{tmp_path.name}-{path.name}")
     leftover.mkdir(parents=True)
     running.Running(persistence.Checkpoints(tmp_path), {"prompts": "a"}).close()
-    deadline = time.monotonic() + 10  # Orbax deletes it in a thread
+    deadline = time.monotonic() + 120  # Orbax deletes it in a thread
     while leftover.parent.exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -18,7 +18,7 @@ def body(prompt="abab", **options):
     return {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, **options}
 
 
-def wait_until(condition, seconds=20):
+def wait_until(condition, seconds=120):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

@@ -260,7 +260,7 @@ class TwoHosts:
     """The exchanges of two hosts, each a thread of this process."""
 
     def __init__(self):
-        self.values, self.barrier = {}, threading.Barrier(2, timeout=10)
+        self.values, self.barrier = {}, threading.Barrier(2, timeout=120)
 
     def exchange(self, value):
         self.values[threading.current_thread().name] = value

@@ -169,7 +169,7 @@ def test_a_source_that_keeps_one_waiting_does_not_hold_the_batch_up():
     assert tokens == [alone("prompt_lookup", i) for i in (0, 1)]
 
 
-def waited_for(holds, seconds=20):
+def waited_for(holds, seconds=120):
     end = time.monotonic() + seconds
     while not holds() and time.monotonic() < end:
         time.sleep(0.01)

@@ -155,6 +155,7 @@ def test_the_command_line(loaded, folder, tmp_path, capsys):
     assert not code and document["identical"] and document["drafted"] > 0 and document["language"] == "en"
     assert [tuple(segment["token_ids"]) for segment in document["segments"]] == [s.tokens for s in plain.segments]
     assert document["text"] == plain.text and document["timestamps"] and document["windows"] > 1
+    assert document["log_mel_seconds"] > 0
 
 
 def test_text_with_times(loaded, folder, tmp_path, capsys):

@@ -81,7 +81,10 @@ class RunOptions:
         Path | None,
         typer.Option(
             "--batch-file",
-            help='File of prompts: one per line, or JSONL with "turns" (the first one is used) or "prompt".',
+            help=(
+                'File of prompts: one per line, or JSONL with "turns" (the first one is used) or "prompt". '
+                'Lines of JSONL may have "images", a list of files.'
+            ),
             show_default=False,
         ),
     ] = None
@@ -209,8 +212,10 @@ def _draft(flags: GenerateFlags) -> None:
         "--costs measured differs between hosts, and all must run one program; give a file of `specjax plan`",
     )
     hosts.join(values)
-    source = PromptSource(flags.prompt, run.batch_file, flags.prompts.raw, flags.prompts.system)
+    source = PromptSource(flags.prompt, run.batch_file, flags.prompts.raw, flags.prompts.system, reads_images=True)
     lines = source.read()
+    has_images = any(prompt.images for prompt in lines[0])
+    require(not has_images or run.compress is None, '--compress would drop parts of images; remove it, or "images"')
     is_first = hosts.is_first()
     log = Console(stderr=True, quiet=not is_first)
     mesh = hosts.make_mesh(flags.hosts)
@@ -227,11 +232,11 @@ def _draft(flags: GenerateFlags) -> None:
         for flag, value in (("--compress", run.compress), ("--system", flags.prompts.system)):
             require(value is None, f"{flag} does not apply to the source of an encoder-decoder; leave it out")
         source = source._replace(raw=True)  # such models have no chats
-    pictures = _open_pictures(run.image, flags.models.target, session)
+    pictures = _open_pictures(run.image, has_images, flags.models.target, session)
     rows, bad = source.encode(lines, session, flags.sampling.max_new_tokens, pictures)
     placeholder = session.target.model.capabilities.placeholder
     require(
-        pictures is not None or not any(placeholder in row.ids for row in rows),
+        not any(placeholder in row.ids for row in rows if row.tiles is None),
         f"a prompt has the placeholder {placeholder} of an image; add --image FILE, or remove the placeholder",
     )
     if has_encoder:
@@ -255,19 +260,19 @@ def _draft(flags: GenerateFlags) -> None:
             programs.finish()
 
 
-def _open_pictures(files: list[Path] | None, source: str | None, session: Any) -> Any:
-    """Return the pictures of --image with the image processor of the target; None without the flag."""
+def _open_pictures(files: list[Path] | None, has_images: bool, source: str | None, session: Any) -> Any:
+    """Return the pictures of --image with the image processor of the target; None if no prompt has images."""
     from specjax.cli.options.prompts import Pictures
     from specjax.errors import UsageError
     from specjax.models import load_image_processor
     from specjax.models.loading import resolve
 
-    if not files:
+    if not files and not has_images:
         return None
     try:
-        return Pictures(files, load_image_processor(resolve(source), session.target, session.tokenizer))
+        return Pictures(files or (), load_image_processor(resolve(source), session.target, session.tokenizer))
     except UsageError as error:
-        raise UsageError(f"--image: {error}") from None
+        raise UsageError(f"{'--image' if files else '--batch-file'}: {error}") from None
 
 
 def _loop(flags: GenerateFlags, method: str) -> None:

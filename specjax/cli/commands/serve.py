@@ -144,6 +144,10 @@ class ServerOptions:
             value, flag = getattr(self, name), "--" + name.replace("_", "-")
             is_valid = minimum <= value < float("inf") or (name == "max_slowdown" and value == float("inf"))
             require(is_valid, f"{flag} must be a number of at least {minimum}, not {value}")
+        require(
+            self.image_tiles > 0 or self.image_patches == IMAGE_PATCHES,
+            f"--image-patches {self.image_patches} needs images; add --image-tiles, or leave it out",
+        )
         require(all(self.api_key or ()), "--api-key is empty; give a key, or leave it out")
         require(all(self.served_model_name or ()), "--served-model-name is empty; give a name, or leave it out")
         require(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from specjax.cli.output.console import drop_library_messages
 from specjax.cli.output.files import MAX_TEXT_BYTES, read_text
 from specjax.errors import UsageError, require
+from specjax.files.homes import in_home
 from specjax.files.untrusted import is_text
 from specjax.models.vision.processor import ImageProcessor, Tiles, picture_turn
 
@@ -26,6 +27,7 @@ class Prompt(NamedTuple):
     line: int | None = None  # from 1
     task: str = "all"
     question_id: Any = None
+    images: tuple[Path, ...] = ()
 
 
 class BadLine(NamedTuple):
@@ -38,11 +40,11 @@ class BadLine(NamedTuple):
 Lines = tuple[list[Prompt], list[BadLine]]
 
 
-def from_arguments(prompt: str | None, batch_file: Path | None) -> Lines:
+def from_arguments(prompt: str | None, batch_file: Path | None, *, reads_images: bool = False) -> Lines:
     """Return the prompt of the command line, of stdin ("-"), or those of a file."""
     require((prompt is None) != (batch_file is None), "give either a PROMPT or --batch-file FILE, not both")
     if batch_file is not None:
-        return read(batch_file, "--batch-file")
+        return read(batch_file, "--batch-file", reads_images=reads_images)
     try:
         text = sys.stdin.read(MAX_TEXT_BYTES + 1) if prompt == "-" else str(prompt)
     except UnicodeDecodeError as error:
@@ -56,11 +58,12 @@ def from_arguments(prompt: str | None, batch_file: Path | None) -> Lines:
     return [Prompt(text)], []
 
 
-def read(path: Path, flag: str, *, jsonl: bool | None = None) -> Lines:
+def read(path: Path, flag: str, *, jsonl: bool | None = None, reads_images: bool = False) -> Lines:
     """Read the prompts of a file: JSON objects with "turns" (the first one) or "prompt", or plain text, one per line.
 
     Args:
       flag: the flag of the file, for errors. jsonl: None: True for .jsonl files and files that begin with a brace.
+      reads_images: objects may have "images", a list of files, relative to the folder of this file.
 
     Raises: UsageError if the file cannot be read or contains no prompts.
     """
@@ -72,7 +75,9 @@ def read(path: Path, flag: str, *, jsonl: bool | None = None) -> Lines:
     prompts: list[Prompt] = []
     bad: list[BadLine] = []
     for number, line in numbered:
-        entry = _parse(number, line) if jsonl else Prompt(line.rstrip("\r"), number)
+        entry = (
+            _parse(number, line, path.parent if reads_images else None) if jsonl else Prompt(line.rstrip("\r"), number)
+        )
         if isinstance(entry, Prompt):
             prompts.append(entry)
         else:
@@ -80,8 +85,8 @@ def read(path: Path, flag: str, *, jsonl: bool | None = None) -> Lines:
     return prompts, bad
 
 
-def _parse(number: int, line: str) -> Prompt | BadLine:
-    """Parse one line of JSONL."""
+def _parse(number: int, line: str, folder: Path | None) -> Prompt | BadLine:
+    """Parse one line of JSONL. folder: that of the images; None: the command reads none."""
     try:
         entry = json.loads(line, parse_int=_integer)
     except json.JSONDecodeError as error:
@@ -106,7 +111,16 @@ def _parse(number: int, line: str) -> Prompt | BadLine:
     is_valid = is_text(name) if isinstance(name, str) else name is None or isinstance(name, int | float)
     if not is_valid or (isinstance(name, float) and not math.isfinite(name)):
         return BadLine(number, 'the field "question_id" must be a string or a finite number')
-    return Prompt(text, number, "mt_bench" if category in MT_BENCH else category, name)
+    files = entry.get("images") or []
+    if files and folder is None:
+        return BadLine(number, 'the field "images" is read by specjax generate with a drafter only; remove it')
+    if not isinstance(files, list) or not all(isinstance(file, str) and file and is_text(file) for file in files):
+        return BadLine(number, 'the field "images" must be a list of files')
+    images = tuple((folder or Path()) / in_home(file) for file in files)
+    for image in images:
+        if not image.is_file():
+            return BadLine(number, f"there is no image {image}")
+    return Prompt(text, number, "mt_bench" if category in MT_BENCH else category, name, images)
 
 
 DIGITS = 640
@@ -146,15 +160,23 @@ def encode(
     """Return the ids of the prompts that fit, and the other prompts.
 
     owner: the model that has this capacity, for errors. raw: skip the chat template. system: text before each prompt.
-    pictures: those of every prompt.
+    pictures: those of every prompt; needed if a prompt has images.
+
+    Raises: UsageError for a bad picture of all prompts. A bad image of one prompt makes a bad line.
     """
     rows, bad = [], []
     for index, prompt in enumerate(prompts):
         with drop_library_messages():
             turn = {"role": "user", "content": prompt.text}
             tiles = None
-            if pictures is not None:
-                ids, tiles = pictures.encode(prompt.text, raw=raw, system=system)
+            if pictures is not None and (pictures.files or prompt.images):
+                try:
+                    ids, tiles = pictures.encode(prompt, raw=raw, system=system)
+                except UsageError as error:
+                    if not prompt.images:
+                        raise
+                    bad.append(BadLine(prompt.line, str(error)))
+                    continue
             else:
                 ids = list(tokenizer.encode(prompt.text) if raw else tokenizer.chat([*system_turn(system), turn]))
         if not ids:
@@ -183,11 +205,12 @@ class Pictures(NamedTuple):
     files: Sequence[Path]
     processor: ImageProcessor
 
-    def encode(self, text: str, *, raw: bool, system: str | None) -> tuple[list[int], Tiles | None]:
-        """Return the ids and tiles of a prompt. The pictures come before its text."""
+    def encode(self, prompt: Prompt, *, raw: bool, system: str | None) -> tuple[list[int], Tiles | None]:
+        """Return the ids and tiles of a prompt. Those of every prompt come first, and its text comes last."""
+        files = [*self.files, *prompt.images]
         if raw or system is None:
-            return (self.processor.raw if raw else self.processor.chat)(text, self.files)
-        return self.processor.chat([*system_turn(system), picture_turn(text, len(self.files))], self.files)
+            return (self.processor.raw if raw else self.processor.chat)(prompt.text, files)
+        return self.processor.chat([*system_turn(system), picture_turn(prompt.text, len(files))], files)
 
 
 class PromptSource(NamedTuple):
@@ -197,10 +220,11 @@ class PromptSource(NamedTuple):
     batch_file: Path | None = None
     raw: bool = False
     system: str | None = None
+    reads_images: bool = False  # lines of the file may have images
 
     def read(self) -> Lines:
         """Read the prompts, before the models are loaded. Raises: UsageError if no line is good."""
-        prompts, bad = from_arguments(self.prompt, self.batch_file)
+        prompts, bad = from_arguments(self.prompt, self.batch_file, reads_images=self.reads_images)
         if not prompts:
             raise UsageError(describe(bad, self.batch_file))
         return prompts, bad

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 
 from specjax.api import serve
+from specjax.catalog.defaults import IMAGE_PATCHES
 from specjax.cli.options.common import parse_flag
 from specjax.cli.output.console import Console
 from specjax.cli.runs.decoding import Decoding
@@ -46,7 +47,7 @@ class ServingOptions(NamedTuple):
     address: tuple[str, int]  # host and port, for the line that is printed when the server is ready
     source: str | None = None  # of the target, whose folder has the image processor
     image_tiles: int = 0  # tiles of images per prompt; 0: the server reads text only
-    image_patches: int = 0  # patches of each image, for models that read images of any size
+    image_patches: int = IMAGE_PATCHES  # patches of each image, for models that read images of any size
 
 
 def build_service(
@@ -92,5 +93,10 @@ def _open_images(session: Session, options: ServingOptions) -> ImageReader | Non
         return None
     load = lambda source: load_image_processor(resolve(source), session.target, session.tokenizer)
     processor = parse_flag("--image-tiles", load, options.source)
-    patches = options.image_patches if processor.config.tower.merge else None
-    return ImageReader(session.target, processor, options.image_tiles, patches)
+    if processor.config.tower.merge:
+        return ImageReader(session.target, processor, options.image_tiles, options.image_patches)
+    require(
+        options.image_patches == IMAGE_PATCHES,
+        f"--image-patches {options.image_patches}: {processor.config.name} reads tiles of one size; leave it out",
+    )
+    return ImageReader(session.target, processor, options.image_tiles)

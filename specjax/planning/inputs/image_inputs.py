@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from specjax.catalog.defaults import IMAGE_PATCHES
 from specjax.errors import UsageError, require
 from specjax.models import images
 from specjax.models.vision.config import VisionLanguageConfig
@@ -17,10 +18,15 @@ def check_images(config: Any, tiles: int, patches: int, context: int) -> None:
     require(tiles >= 0, f"--image-tiles must be at least 0, not {tiles}")
     require(patches >= 1, f"--image-patches must be at least 1, not {patches}")
     if tiles == 0:
+        require(patches == IMAGE_PATCHES, f"--image-patches {patches} needs images; add --image-tiles, or leave it out")
         return
     if not isinstance(config, VisionLanguageConfig):
         raise UsageError(f"--image-tiles {tiles}: {config.name} reads no images; leave it out")
     merge = config.tower.merge
+    require(
+        merge > 0 or patches == IMAGE_PATCHES,
+        f"--image-patches {patches}: {config.name} reads tiles of one size; leave it out",
+    )
     vectors = tiles * (patches // merge**2 if merge else config.vectors_per_tile)
     require(
         vectors < context,

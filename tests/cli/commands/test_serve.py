@@ -29,6 +29,7 @@ from specjax.serving.prefixes import PREFIX_GIB
         (["--port", 70000], "--port must be from 0 to 65535, not 70000"),
         (["--slots", 0], "--slots must be at least 1, not 0"),
         (["--max-slowdown", 0.5], "--max-slowdown must be a number of at least 1, not 0.5"),
+        (["--image-patches", 64], "--image-patches 64 needs images; add --image-tiles, or leave it out"),
         (["--api-key", ""], "--api-key is empty"),
         (["--per-request-metrics", "all"], "--per-request-metrics must be none, summary or detailed"),
         (["--port", 0, "--longest-prompt", 500], "--longest-prompt must be at most 448"),

@@ -9,6 +9,7 @@ from image_models import IMAGE, TEXT, TOWER, sharpen, write_processor, write_tok
 import specjax
 from specjax import UsageError
 from specjax.cli import main
+from specjax.cli.options.prompts import Pictures, encode, read
 from specjax.models import images, load_image_processor
 from specjax.models.loading import load_tokenizer
 
@@ -83,10 +84,10 @@ def test_the_command_line_reads_images(folder, loaded, capsys):
     assert document["results"][0]["token_ids"] == plain.to_lists()[0]
 
 
-def refusal(capsys, *arguments):
+def refusal(capsys, *arguments, prompt=("w5",)):
     """Return the last line of a command that ends with a wrong flag."""
     with pytest.raises(SystemExit) as end:
-        main(["generate", "w5", "--max-new-tokens", "2", *arguments])
+        main(["generate", *prompt, "--max-new-tokens", "2", *arguments])
     assert end.value.code == 2
     return capsys.readouterr().err.splitlines()[-1]
 
@@ -105,6 +106,38 @@ def test_what_the_command_line_refuses(folder, capsys):
     assert error == "specjax: --compress would drop parts of images; remove it, or --image"
 
 
+def test_lines_of_a_file_have_their_own_images(folder, loaded, tmp_path, capsys):
+    """The pictures of --image come first. A line whose image is missing or no image is named, and the others run."""
+    target, tokenizer, processor = loaded
+    file, wide, square = folder / "prompts.jsonl", folder / "wide.png", folder / "square.png"
+    lines = [
+        {"prompt": "w5", "images": ["wide.png"]}, {"prompt": "w6", "images": [str(square), "wide.png"]},
+        {"prompt": "w7"}, {"prompt": "w8", "images": ["none.png"]}, {"prompt": "w8", "images": ["config.json"]},
+        {"prompt": "w8", "images": "wide.png"},
+    ]  # fmt: skip
+    file.write_text("\n".join(map(json.dumps, lines)))
+    flags = ["--target", str(folder), "--method", "autoregressive", "--no-cache", "--max-new-tokens", "6", "--json"]
+    with pytest.raises(SystemExit) as end:
+        main(["generate", "--batch-file", str(file), "--batch-size", "2", *flags])
+    assert end.value.code == 2
+    document = json.loads(capsys.readouterr().out)
+    pictures = {"w5": [wide], "w6": [square, wide], "w7": []}
+    prompts, tiles = zip(*(processor.chat(text, files) for text, files in pictures.items()), strict=True)
+    call = {"key": 0, "inputs": images(target, prompts, tiles), "max_new_tokens": 6}
+    expected = specjax.decode(target, "autoregressive", prompts, **call).to_lists()
+    assert [result["token_ids"] for result in document["results"]] == expected
+    errors = {bad["line"]: bad["error"] for bad in document["errors"]}
+    assert sorted(errors) == [4, 5, 6] and errors[4].startswith("there is no image")
+    assert "PNG or JPEG" in errors[5] and errors[6] == 'the field "images" must be a list of files'
+    lines = read(file, "--batch-file", reads_images=True)[0]
+    rows, _ = encode(lines, tokenizer, 400, 6, pictures=Pictures([square], processor))
+    for row, (text, files) in zip(rows, pictures.items(), strict=True):
+        ids, tiles = processor.chat(text, [square, *files])
+        assert row.ids == ids and np.array_equal(row.tiles.pixels, tiles.pixels)
+    for more in (["--method", "pearl", "--draft", str(folder)], ["--compress", "specpc"]):
+        assert "images" in refusal(capsys, *flags[:2], "--batch-file", str(file), *more, prompt=[])
+
+
 def test_speckv_is_refused(loaded):
     with pytest.raises(UsageError, match="reads images, which speckv would drop parts of"):
         specjax.compression.speckv(loaded[0], None, 6)
@@ -120,6 +153,19 @@ def test_a_prompt_with_a_placeholder_needs_an_image(folder, capsys):
     )
 
 
+def test_other_prompts_than_those_of_the_images_are_refused(folder, loaded):
+    """The images would be read at other places, or not at all."""
+    target, _, processor = loaded
+    ids, tiles = processor.chat("w5", [folder / "square.png"])
+    prompts, message = [ids, [5, 6]], "pass the prompts that specjax.models.images was called with"
+    inputs = images(target, prompts, [tiles, None])
+    call = {"key": 0, "inputs": inputs, "max_new_tokens": 4}
+    assert specjax.decode(target, "autoregressive", prompts, **call).tokens.shape == (2, 4)
+    for row, prompts in [(0, [[5, 6], ids]), (0, [[5, *ids], [5, 6]]), (0, [[5], [6]]), (1, [ids, [5, IMAGE]])]:
+        with pytest.raises(UsageError, match=rf"prompt {row} has \d+ placeholders .* {message}"):
+            specjax.decode(target, "autoregressive", prompts, **call)
+
+
 def test_image_processors_of_other_forms(folder, loaded, tmp_path):
     """A processor without padding returns no mask. That of another model takes other arguments."""
     target, tokenizer, processor = loaded
@@ -129,7 +175,9 @@ def test_image_processors_of_other_forms(folder, loaded, tmp_path):
     assert ids == expected_ids and tiles.mask is None
     np.testing.assert_array_equal(tiles.pixels, expected.pixels)
     write_processor(tmp_path, image_processor_type="CLIPImageProcessor", size={"shortest_edge": 24}, crop_size=24)
-    with pytest.raises(UsageError, match=r"fails .*return_row_col_info.*; check its preprocessor_config"):
+    with pytest.raises(
+        UsageError, match=r"fails .*return_row_col_info.*; use another picture, or check its preprocessor_config"
+    ):
         load_image_processor(tmp_path, target, tokenizer).chat("w5", [folder / "wide.png"])
 
 

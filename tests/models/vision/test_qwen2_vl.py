@@ -111,6 +111,9 @@ def test_a_saved_model_has_the_same_parameters(qwen, tmp_path):
 
 def test_what_it_refuses(qwen):
     _, target, _ = qwen
+    call = {"key": 0, "inputs": images(target, PROMPTS, TILES), "max_new_tokens": 4}
+    with pytest.raises(UsageError, match=r"prompt 0 has .* vectors for other places; pass the prompts"):
+        specjax.decode(target, "autoregressive", [[5, *PROMPTS[0]], *PROMPTS[1:]], **call)
     with pytest.raises(UsageError, match=r"prompt 0 has 5 placeholders .* and images of \[6, 4\] vectors"):
         images(target, [[IMAGE] * 5], TILES[:1])
     for grid in ([[1, 3, 2]], [[1, 1, 2]], [[1, 2, 0]]):

@@ -42,6 +42,8 @@ def test_a_step_does_not_read_the_tower(monkeypatch):
         ({"image_tiles": 8}, "--image-tiles 8 are 72 vectors, which leave no text in --context 64; raise --context"),
         ({"image_tiles": -1}, "--image-tiles must be at least 0, not -1"),
         ({"image_tiles": 1, "image_patches": 0}, "--image-patches must be at least 1, not 0"),
+        ({"image_patches": 64}, "--image-patches 64 needs images; add --image-tiles, or leave it out"),
+        ({"image_tiles": 1, "image_patches": 64}, "--image-patches 64: .* reads tiles of one size; leave it out"),
         ({"image_tiles": 1, "target": "smollm2_135m"}, "--image-tiles 1: smollm2-135m reads no images; leave it out"),
     ],
 )

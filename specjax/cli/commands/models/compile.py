@@ -101,6 +101,7 @@ def compile_(
         drafting = {
             "--draft": draft, "--head": head, "--method": method, "--block": block, "--tree": tree,
             "--num-draft-tokens": num_draft_tokens, "--set": settings, "--image-tiles": image_tiles or None,
+            "--image-patches": None if image_patches == IMAGE_PATCHES else image_patches,
         }  # fmt: skip
         p.check_stages(programs, drafting)
         sizes = {"max_new_tokens": max_new_tokens, "same_bits": same_bits}

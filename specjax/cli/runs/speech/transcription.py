@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,7 +80,9 @@ class Transcription:
         self.session, self.tokens, self.decoding, self.recording = session, settings, decoding, recording
         self.method, self.drafter = METHODS[method], session.drafter(method, options)
         config = session.target.model.config
+        start = time.perf_counter()
         self.frames = speech.log_mel(config, recording.samples)
+        self.log_mel_seconds = time.perf_counter() - start
         self.times = recording.times or self.frames.shape[1] > config.source_frames
         self.language, self.prompt = speech.choose_prompt(
             session.target, settings, self.frames, recording.language, recording.task, times=self.times
@@ -201,7 +204,8 @@ class Transcription:
         ]
         return {
             **record, **provenance(self.session), "settings": self.decoding.record(),
-            "file": str(self.recording.path), "audio_seconds": self.recording.seconds, "language": transcript.language,
+            "file": str(self.recording.path), "audio_seconds": self.recording.seconds,
+            "log_mel_seconds": self.log_mel_seconds, "language": transcript.language,
             "timestamps": self.times, "windows": len(transcript.windows), "text": transcript.text,
             "window_temperatures": list(transcript.temperatures), "skipped_windows": list(transcript.skipped),
             "segments": segments, "differences": [] if difference is None else [difference],
@@ -216,6 +220,7 @@ class Transcription:
             "tokens": f"{record['tokens']}, {record['tokens_per_second']:.1f} per second",
             "tokens per target pass": f"{record['block_efficiency']:.2f}",
             "windows": self._describe_windows(record["prompts"], transcript),
+            "log-mel spectrogram": f"{self.log_mel_seconds:.2f} s",
             "compilation": f"{record['compile_seconds']:.1f} s",
             "peak memory": describe_memory(record["peak_memory_bytes"]),
         }
