@@ -9,6 +9,7 @@ from specjax.models.llama import LlamaConfig
 from specjax.models.loading import Tokenizer, first_difference, load
 from specjax.models.loading.formats.llamagen import read_llamagen
 from specjax.models.seq2seq.memory import sources, spectrograms
+from specjax.models.seq2seq.sharing import share_encoder
 from specjax.models.storage import storage_options
 from specjax.models.variants.guidance import guided, unconditional
 from specjax.models.variants.pruning import narrow_mlps, prune_layers
@@ -36,6 +37,7 @@ __all__ = [
     "narrow_mlps",
     "prune_layers",
     "read_llamagen",
+    "share_encoder",
     "sources",
     "spectrograms",
     "storage_options",

@@ -41,7 +41,7 @@ from specjax.models.vision import model as vision_model
 from specjax.models.vision.config import VisionLanguageConfig
 from specjax.numerics.global_arrays import with_auto_axes
 from specjax.numerics.same_bits import check_same_bits
-from specjax.types import Array, Capabilities, Model, PyTree
+from specjax.types import Array, Capabilities, EncodedInputs, Model, PyTree
 
 CONFIGS = (
     LlamaConfig, Gemma3Config, HybridConfig, T5Config, BartConfig, WhisperConfig, VisionLanguageConfig, LlamaGenConfig,
@@ -314,28 +314,35 @@ def _hybrid_fields(config: HybridConfig, layout: Layout | None, module_of: Calla
 def _seq2seq_fields(config: Seq2SeqConfig, module_of: Callable[[PyTree], Any]) -> dict[str, Any]:
     """Return the fields of a `Model` with an encoder.
 
-    `init_cache` encodes its `inputs`, a `Source` or a `Spectrogram`.
+    `init_cache` encodes its `inputs`, a `Source` or a `Spectrogram`, if they are not encoded yet.
     """
 
-    def init_cache(params, inputs, batch: int, capacity: int) -> kv.ConditionedCache:
+    def encode(params, inputs) -> EncodedInputs:
         seq2seq_memory.check_inputs(config, inputs)
+        return module_of(params).encode(inputs)
+
+    def init_cache(params, inputs, batch: int, capacity: int) -> kv.ConditionedCache:
+        encoded = inputs if isinstance(inputs, EncodedInputs) else encode(params, inputs)
         text = kv.init(
             batch, capacity, config.num_layers, config.num_heads, config.head_dim, config.cache_dtype or config.dtype,
             False, config.cache_lanes, config.cache_bits,
         )  # fmt: skip
-        return kv.ConditionedCache(text, module_of(params).encode(inputs))
+        return kv.ConditionedCache(text, module_of(params).memory_of(encoded))
 
     def forward(params, tokens, cache, *, positions, mask, taps=(), earlier=None):
         return module_of(params)(tokens, cache, positions=positions, mask=mask, taps=taps, earlier=earlier)
 
     return {
         "init_cache": init_cache,
+        "encode": None if config.shares_encoder else encode,
         "forward": forward,
         "pass_params": pass_params,
         **kv_cache_functions(),
         **conditioned_cache_functions(),
         "source": None if isinstance(config, WhisperConfig) else lambda cache: cache.memory.text,
-        "capabilities": Capabilities(config.num_layers, taps=True, mixtures=True, streams=True, inputs=True),
+        "capabilities": Capabilities(
+            config.num_layers, taps=True, mixtures=True, streams=True, inputs=True, shares_encoder=config.shares_encoder
+        ),
     }
 
 

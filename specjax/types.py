@@ -155,6 +155,7 @@ class Capabilities(NamedTuple):
     vectors: bool = False  # accepts `Appended` in place of tokens
     inputs: bool = False  # `init_cache` reads `inputs`; other models receive None
     needs_inputs: bool = True  # with `inputs`: a call without them is refused
+    shares_encoder: bool = False  # as a draft model, it reads the `EncodedInputs` of its target
     placeholder: int | None = None  # the token in prompts that vectors of the inputs replace; no drafter should copy it
     reads_in_order: bool = False  # no token may see a later one, as with recurrent layers
     sees_ahead: bool = False  # reads the rest of an image that a text cuts in two; texts then have a constant mask
@@ -220,6 +221,9 @@ class Model(NamedTuple):
 
     `pass_params(params) -> params` returns the parameters that `forward` reads, for costs. None: all of them.
 
+    `encode(params, inputs) -> EncodedInputs` runs an encoder. `init_cache` accepts the result in place of `inputs`, so
+    that a draft model can share it (`specjax.models.share_encoder`). None: no draft model can.
+
     `source(cache) -> Source` returns the texts that an encoder has read. None: the model has no encoder of texts.
 
     `images(cache)` returns the vectors of the images of the prompts (`models.vision.ImageMemory`), or None if there are
@@ -249,6 +253,7 @@ class Model(NamedTuple):
     best: Callable[[PyTree, Array, int], Best] | None = None
     queries: Callable[[PyTree, tuple[Array, ...], Array], tuple[Array, ...]] | None = None
     pass_params: Callable[[PyTree], PyTree] | None = None
+    encode: Callable[[PyTree, PyTree], EncodedInputs] | None = None
     source: Callable[[PyTree], Source] | None = None
     images: Callable[[PyTree], PyTree] | None = None
     check_inputs: Callable[[PyTree, Array, Array, int], None] | None = None
@@ -263,8 +268,17 @@ class Model(NamedTuple):
         return self
 
     def select_inputs(self, inputs: PyTree) -> PyTree:
-        """Return `inputs` if the model reads inputs, else None. A draft model may not read the inputs of its target."""
+        """Return the part of the target's inputs that a draft model reads.
+
+        They are None for one without inputs, and `EncodedInputs` only for one that shares the encoder of its target.
+        """
+        if isinstance(inputs, EncodedInputs) and not self.capabilities.shares_encoder:
+            inputs = inputs.inputs
         return inputs if self.capabilities.inputs else None
+
+    def encode_inputs(self, params: PyTree, inputs: PyTree) -> PyTree:
+        """Return `encode(params, inputs)`, or `inputs` for a model without it."""
+        return inputs if self.encode is None or inputs is None else self.encode(params, inputs)
 
     def start_cache(self, params: PyTree, inputs: PyTree, length: Array, capacity: int) -> PyTree:
         """Return an empty cache for prompts of `length` int32[B] tokens."""
@@ -316,6 +330,14 @@ class Source(NamedTuple):
 
     tokens: Array  # int32[B, S], then unspecified values
     length: Array  # int32[B]
+
+
+class EncodedInputs(NamedTuple):
+    """Inputs of a model, and what its encoder makes of them."""
+
+    output: Array  # [B, S, D]
+    length: Array  # int32[B], entries of each row
+    inputs: PyTree  # what the encoder has read
 
 
 class Context(NamedTuple):

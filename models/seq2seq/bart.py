@@ -12,10 +12,9 @@ from flax import nnx
 from specjax.models import layers as L
 from specjax.models.decoder import make_attention
 from specjax.models.seq2seq.config import BartConfig, WhisperConfig
-from specjax.models.seq2seq.memory import SourceMemory
 from specjax.models.seq2seq.model import EncoderDecoder
 from specjax.models.seq2seq.sublayers import PlainMLP, SourceAttention
-from specjax.types import Array, Best, Mixture, Stream
+from specjax.types import Array, Best, EncodedInputs, Mixture, Stream
 
 
 def make_layer_norm(c: BartConfig) -> L.LayerNorm:
@@ -96,29 +95,30 @@ class BartModel(EncoderDecoder):
         super().__init__(config, rngs=rngs, layers=layers)
         c = config
         self.positions = Positions(c.text_positions, c, rngs)
-        self.encoder_positions = Positions(c.source_positions, c, rngs)
-        self.encoder = nnx.List([BartEncoderBlock(c, rngs) for _ in range(c.encoder_layers)])
         final: Callable[[], Any] = lambda: Unchanged() if c.norms_after else make_layer_norm(c)
-        self.norm, self.encoder_norm = final(), final()
         first = lambda: make_layer_norm(c) if c.embedding_norm else None
-        self.embedding_norm, self.encoder_embedding_norm = first(), first()
+        if not c.shares_encoder:
+            self.encoder_positions = Positions(c.source_positions, c, rngs)
+            self.encoder = nnx.List([BartEncoderBlock(c, rngs) for _ in range(c.encoder_layers)])
+            self.encoder_norm, self.encoder_embedding_norm = final(), first()
+        self.norm, self.embedding_norm = final(), first()
         self.logits_bias = nnx.Dict(table=nnx.Param(jnp.zeros((c.vocab_size,), c.dtype))) if c.logits_bias else None
 
     @staticmethod
     def make_layer(config: BartConfig, layer: int, rngs: nnx.Rngs) -> nnx.Module:
         return BartDecoderBlock(config, rngs)
 
-    def encode(self, source: Any) -> SourceMemory:
+    def encode(self, source: Any) -> EncodedInputs:
         """Encode a `Source`."""
-        return self._encode(self.embed_tokens(source.tokens), source.length)._replace(text=source)
+        return self._encode(self.embed_tokens(source.tokens), source.length, source)
 
-    def _encode(self, x: Array, length: Array) -> SourceMemory:
+    def _encode(self, x: Array, length: Array, inputs: Any) -> EncodedInputs:
         """Run the layers of the encoder on a source [B, S, D] without positions."""
         x = x + self.encoder_positions(jnp.arange(x.shape[1]))
         x = x if self.encoder_embedding_norm is None else self.encoder_embedding_norm(x)
         for block in self.encoder:
             x = block(x, length)
-        return self.memory_of(self.encoder_norm(x), length)
+        return EncodedInputs(self.encoder_norm(x), length, inputs)
 
     def settings(self) -> Sequence[L.AttentionSettings]:
         return [L.AttentionSettings(None)] * self.config.num_layers
@@ -162,12 +162,13 @@ class WhisperModel(BartModel):
 
     def __init__(self, config: WhisperConfig, *, rngs: nnx.Rngs, layers: nnx.List | None = None):
         super().__init__(config, rngs=rngs, layers=layers)
-        self.encoder_conv1 = FrameConvolution(config.mel_bins, config, rngs, stride=1)
-        self.encoder_conv2 = FrameConvolution(config.width, config, rngs, stride=2)
+        if not config.shares_encoder:
+            self.encoder_conv1 = FrameConvolution(config.mel_bins, config, rngs, stride=1)
+            self.encoder_conv2 = FrameConvolution(config.width, config, rngs, stride=2)
 
-    def encode(self, source: Any) -> SourceMemory:
+    def encode(self, source: Any) -> EncodedInputs:
         """Encode a `Spectrogram`."""
         x = source.frames.swapaxes(1, 2).astype(self.config.dtype)
         for convolution in (self.encoder_conv1, self.encoder_conv2):
             x = jax.nn.gelu(convolution(x), approximate=False)
-        return self._encode(x, jnp.full(len(x), x.shape[1], jnp.int32))
+        return self._encode(x, jnp.full(len(x), x.shape[1], jnp.int32), source)

@@ -20,6 +20,7 @@ class Seq2SeqConfig(DecoderConfig):
     """
 
     encoder_layers: int = 0
+    shares_encoder: bool = False  # a draft model that reads the output of its target's encoder
     feed_activation: Activation = "gelu"
     first_token: int = 0  # the text begins with it
     last_token: int | None = None  # ends a text of the maximum length; None: nothing does

@@ -51,6 +51,11 @@ def check_inputs(config: Seq2SeqConfig, inputs: Any) -> None:
 
     Raises: UsageError if they do not.
     """
+    if config.shares_encoder:
+        raise UsageError(
+            f"{config.name} has no encoder of its own; pass it as the draft model of its target, such as "
+            "two_model(draft), or use the model without share_encoder"
+        )
     if isinstance(config, WhisperConfig):
         if not isinstance(inputs, Spectrogram):
             raise UsageError(

@@ -13,7 +13,7 @@ from specjax.models import cache as kv
 from specjax.models import layers as L
 from specjax.models.decoder import LanguageModel
 from specjax.models.seq2seq.memory import SourceMemory
-from specjax.types import Array, Mixture, Output, PyTree, Source, Stream
+from specjax.types import Array, EncodedInputs, Mixture, Output, PyTree, Source, Stream
 
 
 class EncoderDecoder(LanguageModel):
@@ -24,8 +24,8 @@ class EncoderDecoder(LanguageModel):
 
     config: Any
 
-    def encode(self, source: Any) -> SourceMemory:
-        """Run the encoder. Return the keys and values of the source for each layer of the decoder."""
+    def encode(self, source: Any) -> EncodedInputs:
+        """Run the encoder."""
         raise NotImplementedError
 
     def settings(self) -> Sequence[L.AttentionSettings]:
@@ -36,10 +36,11 @@ class EncoderDecoder(LanguageModel):
         """Return the input [B, T, D] of the first layer for tokens at positions int32[B, T]."""
         return self.embed_tokens(tokens)
 
-    def memory_of(self, x: Array, length: Array, text: Source | None = None) -> SourceMemory:
-        """Return the keys and values of an encoded source [B, S, D] with `length` int32[B] entries, and its text."""
-        keys, values = zip(*(block.source.keys_and_values(x) for block in self.layers), strict=True)
-        return SourceMemory(keys, values, length, text)
+    def memory_of(self, encoded: EncodedInputs) -> SourceMemory:
+        """Return the keys and values of an encoded source for each layer of the decoder, and its text."""
+        keys, values = zip(*(block.source.keys_and_values(encoded.output) for block in self.layers), strict=True)
+        text = encoded.inputs if isinstance(encoded.inputs, Source) else None
+        return SourceMemory(keys, values, encoded.length, text)
 
     def __call__(
         self, tokens: Array | Mixture | Stream, cache: kv.ConditionedCache, *, positions: Array, mask: Array,

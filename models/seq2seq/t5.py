@@ -12,10 +12,9 @@ from specjax.models import layers as L
 from specjax.models.decoder import make_attention
 from specjax.models.seq2seq.config import T5Config
 from specjax.models.seq2seq.distance_bias import between, by_distance
-from specjax.models.seq2seq.memory import SourceMemory
 from specjax.models.seq2seq.model import EncoderDecoder
 from specjax.models.seq2seq.sublayers import PlainMLP, SourceAttention, activation
-from specjax.types import Array, Best, Source
+from specjax.types import Array, Best, EncodedInputs, Source
 
 
 def make_norm(c: T5Config) -> L.RMSNorm:
@@ -69,22 +68,25 @@ class T5Model(EncoderDecoder):
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs, layers: nnx.List | None = None):
         super().__init__(config, rngs=rngs, layers=layers)
         c = config
-        self.encoder = nnx.List([T5EncoderBlock(c, rngs) for _ in range(c.encoder_layers)])
-        self.encoder_norm = make_norm(c)
+        if not c.shares_encoder:
+            self.encoder = nnx.List([T5EncoderBlock(c, rngs) for _ in range(c.encoder_layers)])
+            self.encoder_norm = make_norm(c)
         table = lambda: nnx.Param(jax.random.normal(rngs.params(), (c.buckets.num_buckets, c.num_heads), c.dtype))
         tables = lambda layers: nnx.List([nnx.Dict(table=table()) for _ in range(layers if c.bias_per_layer else 1)])
-        self.encoder_bias, self.bias = tables(c.encoder_layers), tables(c.num_layers)
+        if not c.shares_encoder:
+            self.encoder_bias = tables(c.encoder_layers)
+        self.bias = tables(c.num_layers)
 
     @staticmethod
     def make_layer(config: T5Config, layer: int, rngs: nnx.Rngs) -> nnx.Module:
         return T5DecoderBlock(config, rngs)
 
-    def encode(self, source: Source) -> SourceMemory:
+    def encode(self, source: Source) -> EncodedInputs:
         x = self.embed(source.tokens)
         biases = [between(table["table"][...], self.config.buckets, x.shape[1]) for table in self.encoder_bias]
         for i, block in enumerate(self.encoder):
             x = block(x, source.length, biases[i % len(biases)])
-        return self.memory_of(self.encoder_norm(x), source.length, source)
+        return EncodedInputs(self.encoder_norm(x), source.length, source)
 
     def settings(self) -> Sequence[L.AttentionSettings]:
         biases = [by_distance(table["table"][...], self.config.buckets) for table in self.bias]

@@ -187,6 +187,7 @@ def _model(base: Model, policy: DepthPolicy) -> Model:
     return base._replace(
         images=read_images and (lambda cache: read_images(cache.base)),
         init_cache=init_cache,
+        encode=of_base(base.encode),
         forward=forward,
         commit=commit,
         mark_prompt=mark_prompt,

@@ -103,6 +103,7 @@ def begin(parts: Parts, tokens: Array, length: Array, keys: Array, stop: Array, 
     """Return the state of prompts of which no token is read yet. The arguments are those of `init`."""
     batch, size = tokens.shape
     target, drafter = parts.target, parts.drafter
+    inputs = target.model.encode_inputs(target.params, inputs)  # once, for the target and for a draft model
     return DecodeState(
         tokens=tokens,
         length=length,

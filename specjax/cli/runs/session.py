@@ -46,6 +46,7 @@ from specjax.models.loading.heads import LoadedHead, read_head
 from specjax.models.loading.heads.checking import ANSWER, QUESTION, SelfCheck, check_head
 from specjax.models.loading.heads.target_fit import TARGET_QUANTIZED
 from specjax.models.loading.heads.vocabulary import read_token_map
+from specjax.models.seq2seq.sharing import share_equal_encoder
 from specjax.models.storage import num_bytes
 from specjax.models.storage.format_names import describe_formats
 from specjax.numerics.same_bits import SameBitsError, check_same_bits
@@ -146,6 +147,8 @@ class Session(NamedTuple):
             options["costs"] = self.costs
         if row.uses("source") and flags.source is not None:
             options["source"] = [list(self.tokenizer.encode(flags.source, special=False))]
+        if isinstance(draft, Target):
+            draft = share_equal_encoder(draft, self.target)
         try:
             drafter = make_drafter(method, self.target, draft, datastore=self.datastore, **options)
         except UsageError as error:

@@ -1,5 +1,6 @@
 """Drafts that copy what the encoder of the target has read."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,10 +9,11 @@ import pytest
 from toy import scripted_model
 
 import specjax
-from specjax import trees
+from specjax import UsageError, trees
+from specjax.cli.runs.session import Session
 from specjax.drafters import auto, input_guided, prompt_lookup, suffix, two_model
-from specjax.models import init_params, make_model, prune_layers, sources
-from specjax.models.seq2seq.config import T5Config
+from specjax.models import LlamaConfig, init_params, make_model, prune_layers, share_encoder, sources, spectrograms
+from specjax.models.seq2seq.config import T5Config, WhisperConfig
 from specjax.types import Capabilities, Target
 
 VOCAB = 50
@@ -80,20 +82,69 @@ def test_the_example_of_aggressive_decoding():
     assert result.stats.target_passes.tolist() == [3]
 
 
+def random_model(config, seed=0):
+    return Target(make_model(config), init_params(config, jax.random.key(seed)))
+
+
+WHISPER = WhisperConfig(
+    vocab_size=VOCAB, width=16, num_layers=2, encoder_layers=1, num_heads=2, num_kv_heads=2, head_dim=8, mlp_width=24,
+    encoder_heads=2, encoder_mlp_width=24, mel_bins=4, source_positions=8, max_positions=48, text_positions=48,
+)  # fmt: skip
+
+
+def test_a_speech_model_drafts_with_the_encoder_of_its_target():
+    """The draft model has another decoder, with more heads, as distil-whisper has fewer layers."""
+    target = random_model(WHISPER)
+    other = random_model(dataclasses.replace(WHISPER, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=4), 1)
+    encoder = {name: part for name, part in target.params.items() if name.startswith("encoder")}
+    draft = Target(other.model, other.params | encoder)
+    inputs = spectrograms(np.random.default_rng(0).normal(size=(2, 4, 16)))
+    options = {"key": 3, "inputs": inputs, "max_new_tokens": 12, "temperature": 0.8}
+    complete, small = (
+        specjax.decode(target, two_model(model, 3), [[0], [0]], **options)
+        for model in (draft, share_encoder(draft, target))
+    )
+    assert small.to_lists() == complete.to_lists()
+    jax.tree.map(np.testing.assert_array_equal, small.stats, complete.stats)
+    for model, is_shared in ((draft, True), (other, False)):  # the command line finds out by itself
+        arrays = jax.tree_util.tree_leaves_with_path(Session(target, None, model, "float32", 0.0).drafter("two_model"))
+        assert any("encoder" in str(path) for path, _ in arrays) != is_shared
+
+
+def test_encoders_that_cannot_be_shared():
+    target, decoder = random_model(WHISPER), random_model(LlamaConfig(20, 8, 1, 1, 1, 8, 8))
+    for draft, changes in ((random_model(WHISPER, 1), {}), (target, {"encoder_heads": 1}), (target, {"mel_bins": 8})):
+        draft = random_model(dataclasses.replace(WHISPER, **changes)) if changes else draft
+        with pytest.raises(UsageError, match=r"the encoder of the draft model .* is not that of the target"):
+            share_encoder(draft, target)
+    for models, name in (((decoder, target), "draft model"), ((target, decoder), "target")):
+        with pytest.raises(UsageError, match=f"the {name} .* is no encoder-decoder"):
+            share_encoder(*models)
+    small = share_encoder(target, target)
+    with pytest.raises(UsageError, match="has no encoder of its own; pass it as the draft model of its target"):
+        specjax.decode(
+            small, "autoregressive", [[0]], key=0, inputs=spectrograms(np.ones((1, 4, 16))), max_new_tokens=4
+        )
+
+
 def test_a_part_of_the_decoder_drafts_for_it():
     """The draft model has the encoder of the target, which reads the same sources, and one layer of the decoder."""
     config = T5Config(
         vocab_size=VOCAB, width=16, num_layers=3, encoder_layers=2, num_heads=2, num_kv_heads=2, head_dim=8,
         mlp_width=24, max_positions=64,
     )  # fmt: skip
-    target = Target(make_model(config), init_params(config, jax.random.key(0)))
+    target = random_model(config)
     draft = prune_layers(target, [0])
-    jax.tree.map(np.testing.assert_array_equal, draft.params["encoder"], target.params["encoder"])
+    small = share_encoder(draft, target)
+    assert not any(name.startswith("encoder") for name in small.params)  # so only the target's encoder runs
     options = {"key": 3, "inputs": sources(SOURCES), "max_new_tokens": 20}
     plain = specjax.decode(target, "autoregressive", [[0]] * 2, **options)
     for tree in (None, trees.branching("2x1x1")):
         drafted = specjax.decode(target, two_model(draft, 3, tree), [[0]] * 2, **options)
         assert drafted.to_lists() == plain.to_lists()
         assert np.all(np.asarray(drafted.stats.drafted) > 0)
+    shared = specjax.decode(target, two_model(small, 3, tree), [[0]] * 2, **options)
+    assert shared.to_lists() == plain.to_lists()
+    jax.tree.map(np.testing.assert_array_equal, shared.stats, drafted.stats)
     itself = specjax.decode(target, two_model(target, 3), [[0]] * 2, **options)
     assert np.all(np.asarray(itself.stats.target_passes) == 5)
