@@ -323,6 +323,7 @@ def _seq2seq_fields(config: Seq2SeqConfig, module_of: Callable[[PyTree], Any]) -
 
     def init_cache(params, inputs, batch: int, capacity: int) -> kv.ConditionedCache:
         encoded = inputs if isinstance(inputs, EncodedInputs) else encode(params, inputs)
+        seq2seq_memory.check_width(config, encoded)
         text = kv.init(
             batch, capacity, config.num_layers, config.num_heads, config.head_dim, config.cache_dtype or config.dtype,
             False, config.cache_lanes, config.cache_bits,

@@ -11,7 +11,7 @@ import numpy as np
 from specjax.errors import UsageError
 from specjax.models.seq2seq.config import BartConfig, Seq2SeqConfig, WhisperConfig
 from specjax.numerics.validation import pad_token_lists
-from specjax.types import Array, Source
+from specjax.types import Array, EncodedInputs, Source
 
 
 def sources(texts: Sequence[Sequence[int]], length: int | None = None) -> Source:
@@ -78,6 +78,16 @@ def check_inputs(config: Seq2SeqConfig, inputs: Any) -> None:
         raise UsageError(
             f"the encoder of {config.name} reads {config.source_positions} tokens, and the padded sources have "
             f"{inputs.tokens.shape[1]}; shorten the longest one"
+        )
+
+
+def check_width(config: Seq2SeqConfig, encoded: EncodedInputs) -> None:
+    """Check that a decoder can read the output of an encoder. Raises: UsageError for another width."""
+    width = encoded.output.shape[-1]
+    if width != config.width:
+        raise UsageError(
+            f"{config.name} reads the output of an encoder of width {config.width}, and that of its target has {width}; "
+            "use it with the target that share_encoder was called with"
         )
 
 

@@ -25,7 +25,7 @@ def share_encoder(draft: Target, target: Target) -> Target:
         if not isinstance(model.model.config, Seq2SeqConfig):
             raise UsageError(f"the {name} {model.model.name} is no encoder-decoder; leave share_encoder out")
     shared = share_equal_encoder(draft, target)
-    if shared is draft:
+    if not shared.model.capabilities.shares_encoder:
         raise UsageError(
             f"the encoder of the draft model {draft.model.name} is not that of the target {target.model.name}; use the "
             "draft model as it is"

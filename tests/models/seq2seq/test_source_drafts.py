@@ -121,10 +121,13 @@ def test_encoders_that_cannot_be_shared():
         with pytest.raises(UsageError, match=f"the {name} .* is no encoder-decoder"):
             share_encoder(*models)
     small = share_encoder(target, target)
+    assert share_encoder(small, target) is small
+    wide = random_model(dataclasses.replace(WHISPER, width=32))
+    inputs = spectrograms(np.ones((1, 4, 16)))
+    with pytest.raises(UsageError, match="reads the output of an encoder of width 16, and that of its target has 32"):
+        specjax.decode(wide, two_model(small, 3), [[0]], key=0, inputs=inputs, max_new_tokens=4)
     with pytest.raises(UsageError, match="has no encoder of its own; pass it as the draft model of its target"):
-        specjax.decode(
-            small, "autoregressive", [[0]], key=0, inputs=spectrograms(np.ones((1, 4, 16))), max_new_tokens=4
-        )
+        specjax.decode(small, "autoregressive", [[0]], key=0, inputs=inputs, max_new_tokens=4)
 
 
 def test_a_part_of_the_decoder_drafts_for_it():
