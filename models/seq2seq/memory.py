@@ -86,8 +86,8 @@ def check_width(config: Seq2SeqConfig, encoded: EncodedInputs) -> None:
     width = encoded.output.shape[-1]
     if width != config.width:
         raise UsageError(
-            f"{config.name} reads the output of an encoder of width {config.width}, and that of its target has {width}; "
-            "use it with the target that share_encoder was called with"
+            f"{config.name} reads the output of an encoder of width {config.width}, and that of its target has "
+            f"{width}; use it with the target that share_encoder was called with"
         )
 
 
