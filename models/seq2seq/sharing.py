@@ -12,6 +12,16 @@ from specjax.models.bridge import make_model
 from specjax.models.seq2seq.config import BartConfig, Seq2SeqConfig, WhisperConfig
 from specjax.types import PyTree, Target
 
+DECODER_FIELDS = (
+    "name", "num_layers", "max_positions", "first_token", "last_token", "tied", "cache_dtype", "cache_lanes",
+    "cache_bits",
+)  # fmt: skip
+"""Fields of a config that say nothing about the encoder."""
+DECODER_FIELDS_OF_BART = (
+    "num_heads", "num_kv_heads", "head_dim", "mlp_width", "text_positions", "second_token", "logits_bias",
+)  # fmt: skip
+"""Further ones of BART and Whisper, whose encoder has fields of its own."""
+
 
 def share_encoder(draft: Target, target: Target) -> Target:
     """Return a draft model without an encoder, which reads the output of its target's encoder.
@@ -39,17 +49,6 @@ def share_equal_encoder(draft: Target, target: Target) -> Target:
         return draft
     config = dataclasses.replace(draft.model.config, shares_encoder=True)
     return Target(make_model(config), {name: part for name, part in draft.params.items() if not _is_encoder(name)})
-
-
-DECODER_FIELDS = (
-    "name", "num_layers", "max_positions", "first_token", "last_token", "tied", "cache_dtype", "cache_lanes",
-    "cache_bits",
-)  # fmt: skip
-"""Fields of a config that say nothing about the encoder."""
-DECODER_FIELDS_OF_BART = (
-    "num_heads", "num_kv_heads", "head_dim", "mlp_width", "text_positions", "second_token", "logits_bias",
-)  # fmt: skip
-"""Further ones of BART and Whisper, whose encoder has fields of its own."""
 
 
 def has_encoder_of(draft: Target, target: Target) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -118,7 +119,7 @@ class RunOptions:
         o.check_minimum("--batch-size", self.batch_size, 1)
         require(self.show in ("text", "order"), f'--show must be text or order, not "{self.show}"')
         for file in self.image or ():
-            require(file.exists(), f"--image: there is no file {file}; check the path")
+            require(os.path.exists(file), f"--image: there is no file {file}; check the path")
 
 
 class GenerateFlags(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,14 +112,14 @@ def _parse(number: int, line: str, folder: Path | None) -> Prompt | BadLine:
     is_valid = is_text(name) if isinstance(name, str) else name is None or isinstance(name, int | float)
     if not is_valid or (isinstance(name, float) and not math.isfinite(name)):
         return BadLine(number, 'the field "question_id" must be a string or a finite number')
-    files = entry.get("images") or []
+    files = [] if entry.get("images") is None else entry["images"]
     if files and folder is None:
         return BadLine(number, 'the field "images" is read by specjax generate with a drafter only; remove it')
     if not isinstance(files, list) or not all(isinstance(file, str) and file and is_text(file) for file in files):
         return BadLine(number, 'the field "images" must be a list of files')
     images = tuple((folder or Path()) / in_home(file) for file in files)
     for image in images:
-        if not image.is_file():
+        if not os.path.isfile(image):  # `Path.is_file` raises an error for a long name
             return BadLine(number, f"there is no image {image}")
     return Prompt(text, number, "mt_bench" if category in MT_BENCH else category, name, images)
 

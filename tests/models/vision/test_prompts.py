@@ -96,6 +96,7 @@ def test_what_the_command_line_refuses(folder, capsys):
     flags = "--target", str(folder)
     error = refusal(capsys, *flags, "--image", str(folder / "none.png"))
     assert error == f"specjax: --image: there is no file {folder / 'none.png'}; check the path"
+    assert "there is no file xxx" in refusal(capsys, *flags, "--image", "x" * 5000)
     error = refusal(capsys, *flags, "--image", str(folder / "config.json"))
     assert "give a file such as a PNG or JPEG" in error
     error = refusal(capsys, "--image", str(folder / "wide.png"))
@@ -113,7 +114,8 @@ def test_lines_of_a_file_have_their_own_images(folder, loaded, tmp_path, capsys)
     lines = [
         {"prompt": "w5", "images": ["wide.png"]}, {"prompt": "w6", "images": [str(square), "wide.png"]},
         {"prompt": "w7"}, {"prompt": "w8", "images": ["none.png"]}, {"prompt": "w8", "images": ["config.json"]},
-        {"prompt": "w8", "images": "wide.png"},
+        {"prompt": "w8", "images": "wide.png"}, {"prompt": "w8", "images": ["x" * 5000]},
+        {"prompt": "w8", "images": ["\0"]}, {"prompt": "w8", "images": 0},
     ]  # fmt: skip
     file.write_text("\n".join(map(json.dumps, lines)))
     flags = ["--target", str(folder), "--method", "autoregressive", "--no-cache", "--max-new-tokens", "6", "--json"]
@@ -127,8 +129,8 @@ def test_lines_of_a_file_have_their_own_images(folder, loaded, tmp_path, capsys)
     expected = specjax.decode(target, "autoregressive", prompts, **call).to_lists()
     assert [result["token_ids"] for result in document["results"]] == expected
     errors = {bad["line"]: bad["error"] for bad in document["errors"]}
-    assert sorted(errors) == [4, 5, 6] and errors[4].startswith("there is no image")
-    assert "PNG or JPEG" in errors[5] and errors[6] == 'the field "images" must be a list of files'
+    assert sorted(errors) == [4, 5, 6, 7, 8, 9] and errors[4].startswith("there is no image")
+    assert "PNG or JPEG" in errors[5] and errors[6] == errors[9] == 'the field "images" must be a list of files'
     lines = read(file, "--batch-file", reads_images=True)[0]
     rows, _ = encode(lines, tokenizer, 400, 6, pictures=Pictures([square], processor))
     for row, (text, files) in zip(rows, pictures.items(), strict=True):
