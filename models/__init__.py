@@ -9,10 +9,10 @@ from specjax.models.llama import LlamaConfig
 from specjax.models.loading import Tokenizer, first_difference, load
 from specjax.models.loading.formats.llamagen import read_llamagen
 from specjax.models.seq2seq.memory import sources, spectrograms
-from specjax.models.seq2seq.sharing import share_encoder
 from specjax.models.storage import storage_options
 from specjax.models.variants.guidance import guided, unconditional
 from specjax.models.variants.pruning import narrow_mlps, prune_layers
+from specjax.models.variants.shared_encoder import share_encoder
 from specjax.models.vision.grids import PromptPatches
 from specjax.models.vision.memory import PromptImages, images
 from specjax.models.vision.processor import load_image_processor

@@ -46,9 +46,9 @@ from specjax.models.loading.heads import LoadedHead, read_head
 from specjax.models.loading.heads.checking import ANSWER, QUESTION, SelfCheck, check_head
 from specjax.models.loading.heads.target_fit import TARGET_QUANTIZED
 from specjax.models.loading.heads.vocabulary import read_token_map
-from specjax.models.seq2seq.sharing import share_equal_encoder
 from specjax.models.storage import num_bytes
 from specjax.models.storage.format_names import describe_formats
+from specjax.models.variants.shared_encoder import share_equal_encoder
 from specjax.numerics.same_bits import SameBitsError, check_same_bits
 from specjax.numerics.text_identity import describe_identity
 from specjax.persistence.cards import CARD, describe_machine, describe_target, template_args_of
