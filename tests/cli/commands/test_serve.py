@@ -108,6 +108,7 @@ import sys
 sys.path.insert(0, sys.argv.pop())
 import host_worker
 import jax
+import specjax.cli
 from specjax.server.engine_thread import Engine
 from specjax.serving.loop import ServeSetup
 
@@ -119,6 +120,12 @@ def compile_for_ever(self, **options):
         jax.block_until_ready(add(0))
 
 
+def main_of_a_process(arguments, run=specjax.cli.main):
+    sys.argv[1:] = arguments
+    run()
+
+
+specjax.cli.main = main_of_a_process
 ServeSetup.scheduler, Engine.stop.__defaults__ = compile_for_ever, (0.1,)
 host_worker.cli("serve", "--port", "0", "--longest-prompt", "40", "--max-new-tokens", "20", "--shutdown-seconds", "0")
 """
