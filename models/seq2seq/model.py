@@ -69,9 +69,14 @@ class EncoderDecoder(LanguageModel):
         return output, kv.Pending(k, v, positions, kv.write_dependency(x))
 
 
+def is_of_encoder(name: str) -> bool:
+    """Return True for the name of a part of the parameters that only the encoder reads."""
+    return name.startswith("encoder")
+
+
 def pass_params(params: PyTree) -> PyTree:
     """Return the parameters that a pass of the decoder reads. The source was encoded before."""
-    decoder = {name: part for name, part in params.items() if not name.startswith("encoder")}
+    decoder = {name: part for name, part in params.items() if not is_of_encoder(name)}
     of_queries = lambda source: {name: source[name] for name in ("q", "o")}
     layers = {i: layer | {"source": of_queries(layer["source"])} for i, layer in params["layers"].items()}
     return decoder | {"layers": layers}

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from specjax.errors import UsageError
 from specjax.models.bridge import make_model
 from specjax.models.seq2seq.config import BartConfig, Seq2SeqConfig, WhisperConfig
+from specjax.models.seq2seq.model import is_of_encoder
 from specjax.types import PyTree, Target
 
 DECODER_FIELDS = (
@@ -48,7 +49,7 @@ def share_equal_encoder(draft: Target, target: Target) -> Target:
     if not has_encoder_of(draft, target):
         return draft
     config = dataclasses.replace(draft.model.config, shares_encoder=True)
-    return Target(make_model(config), {name: part for name, part in draft.params.items() if not _is_encoder(name)})
+    return Target(make_model(config), {name: part for name, part in draft.params.items() if not is_of_encoder(name)})
 
 
 def has_encoder_of(draft: Target, target: Target) -> bool:
@@ -69,9 +70,5 @@ def _encoder(model: Target) -> PyTree:
     """Return the parameters that an encoder reads: its own, and the embeddings of source tokens."""
     reads_tokens = not isinstance(model.model.config, WhisperConfig)
     return {
-        name: part for name, part in model.params.items() if _is_encoder(name) or (reads_tokens and name == "embed")
+        name: part for name, part in model.params.items() if is_of_encoder(name) or (reads_tokens and name == "embed")
     }
-
-
-def _is_encoder(name: str) -> bool:
-    return name.startswith("encoder")

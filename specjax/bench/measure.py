@@ -6,7 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,10 +89,16 @@ def run_decode(task: DecodeTask) -> MeasuredRun:
 
 def run_loop(loop: Callable[..., DecodeResult], rows: Rows, keys: Array, max_new_tokens: int) -> MeasuredRun:
     """Time a loop of its own, a function `(prompts, *, key, max_new_tokens) -> DecodeResult`, without compilation."""
+    return run_call(lambda: loop(pack(rows), key=keys, max_new_tokens=max_new_tokens))[0]
+
+
+def run_call(call: Callable[[], Any]) -> tuple[MeasuredRun, Any]:
+    """Time a call of a loop of its own, without compilation. Return the run, and the result of the call."""
     with Stopwatch() as watch:
-        result = jax.block_until_ready(loop(pack(rows), key=keys, max_new_tokens=max_new_tokens))
+        result = jax.block_until_ready(call())
     hit_eos, stats = jax.device_get((result.hit_eos, result.stats))
-    return MeasuredRun(result.to_lists(), hit_eos, stats, watch.seconds, compile_seconds=watch.compile_seconds)
+    run = MeasuredRun(result.to_lists(), hit_eos, stats, watch.seconds, compile_seconds=watch.compile_seconds)
+    return run, result
 
 
 def run_stream(

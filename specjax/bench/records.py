@@ -31,6 +31,11 @@ class MeasuredRun(NamedTuple):
     computed: np.ndarray | None = None  # int32[B], columns that the loop computed, padding included
     compile_seconds: float = 0.0  # of a method with a loop of its own; `seconds` excludes them
 
+    @property
+    def call_seconds(self) -> float:
+        """Return the time of the call with its compilation."""
+        return self.seconds + self.compile_seconds
+
 
 def merge(runs: Sequence[MeasuredRun]) -> MeasuredRun:
     """Join the rows of several runs. Seconds are added; the time to the first token is the median."""

@@ -88,8 +88,7 @@ class BenchRun(PromptRun):
             lines = ProgressLines(log, len(self.rows), shown=log.is_terminal)
             for shape, group in self._first.items():
                 for name in self.programs:
-                    run = self.decode(name, group)
-                    self.first_seconds[name, shape] = run.seconds + run.compile_seconds
+                    self.first_seconds[name, shape] = self.decode(name, group).call_seconds
                     bar.advance(compiling)
             bar.start_task(decoding)
             for number, group in enumerate(self.groups):

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from specjax.bench import measure
 from specjax.bench import records as report_of
-from specjax.bench.compilation import Stopwatch
 from specjax.catalog import METHODS
 from specjax.cli.options.common import parse_flag
 from specjax.cli.options.groups import ModelOptions, refuse_flags
@@ -82,8 +81,8 @@ class Infilling(Generation):
         with stage(log, "compiling", f"compiled {self.method.name}"):
             for batch in shapes.values():
                 run, plain = self._fill(batch, **self.options)[0], self._fill(batch, window=1)[0]
-                self.compile_seconds += run.seconds + run.compile_seconds
-                self.plain_compile_seconds += plain.seconds + plain.compile_seconds
+                self.compile_seconds += run.call_seconds
+                self.plain_compile_seconds += plain.call_seconds
 
     def run_batch(self, number: int, report: Report) -> None:
         """Fill in the missing tokens of a batch, and print its texts."""
@@ -111,12 +110,8 @@ class Infilling(Generation):
         tokens, missing, lengths = self._blank(batch)
         names = "temperature", "top_k", "top_p"
         warping: dict[str, Any] = {name: getattr(settings, name) for name in names}
-        with Stopwatch() as watch:
-            result = any_subset(model, tokens, missing, lengths=lengths, key=keys, **warping, **options)
-            jax.block_until_ready(result)
-        hit_eos, stats = jax.device_get((result.hit_eos, result.stats))
-        run = report_of.MeasuredRun(
-            result.to_lists(), hit_eos, stats, watch.seconds, compile_seconds=watch.compile_seconds
+        run, result = measure.run_call(
+            lambda: any_subset(model, tokens, missing, lengths=lengths, key=keys, **warping, **options)
         )
         return run, [row[:n].tolist() for row, n in zip(*jax.device_get((result.filled, lengths)), strict=True)]
 

@@ -62,7 +62,7 @@ class LoopGeneration(Generation):
         with stage(log, "compiling", f"compiled {self.method.name} and plain decoding"):
             for batch in shapes.values():
                 run = self._measure(batch)
-                self.compile_seconds += run.seconds + run.compile_seconds
+                self.compile_seconds += run.call_seconds
                 self.plain_compile_seconds += measure.warm_stream(self._plain_task(batch, self.plain))
 
     def run(self, report: Report) -> None:
